@@ -1,0 +1,1 @@
+"""The HTTP side: accepts requests, submits jobs, relays their frames to clients. Holds no state."""

@@ -1,0 +1,1 @@
+"""What gateways and workers must agree on: records, keys, transitions, errors, names."""

@@ -1,0 +1,95 @@
+"""Every Redis key and channel.
+
+A tag names one shard of one pool of workers; the keys of a job and of its lanes share it as their
+hash tag, so that one script may touch them all in a cluster. A job's id begins with its tag: any
+gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
+
+| key | type | what it holds | TTL | written by | read by |
+|---|---|---|---|---|---|
+| `{p}:{tag}:lane:<lane>` | stream | one entry per job, queued or running: `j` | 7 days, renewed by submit | submit, finish, cancel, adopt | worker |
+| `{p}:{tag}:lane:<lane>:returned` | stream | the same, handed back: claimed before the lane | as above | hand back | worker |
+| `{p}:{tag}:job:<id>` | hash | `state rec lane entry returned seq owner base worker attempts deadline cancel outcome ended_by submitted started finished usage` | time-out + result TTL, then result TTL | all transitions | both |
+| `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, field `f` | as the job's | publish, finish, cancel, adopt | gateway |
+| `{p}:{tag}:cancel:<id>` | string | a cancel that came before its job | 1 minute | cancel | submit |
+| `{p}:{tag}:ch:<id>` | channel | the job's frames, `<seq> <frame>` | | with the log | gateway |
+| `{p}:{tag}:ctl:<worker>` | channel | nudges: `cancel <job> <owner> <reason>` | | cancel | worker |
+| `{p}:{registry}:workers` | set | ids of workers | 1 hour, renewed by each beat | worker | gateway |
+| `{p}:{registry}:worker:<id>` | string | `WorkerRecord`, MessagePack | the worker's lease | worker | gateway |
+| `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from hashlib import blake2s
+
+LANES = ("interactive", "batch")
+"""In order of urgency."""
+
+GROUP = "workers"
+"""The consumer group of every lane."""
+
+_TAG_LENGTH = 10
+_ID_LENGTH = 32
+_HEX = frozenset("0123456789abcdef")
+
+
+def tag(pool: str, shard: int) -> str:
+    """Return the tag, 10 hexadecimal digits, of one of a pool's shards (0 to 255)."""
+    return f"{blake2s(pool.encode(), digest_size=4).hexdigest()}{shard:02x}"
+
+
+def new_job_id(job_tag: str) -> str:
+    """Return an unguessable job id, 32 hexadecimal digits, in the tag's slot."""
+    return job_tag + secrets.token_hex((_ID_LENGTH - _TAG_LENGTH) // 2)
+
+
+def is_job_id(text: str) -> bool:
+    """Tell whether a text from outside has the form of a job id."""
+    return len(text) == _ID_LENGTH and _HEX.issuperset(text)
+
+
+def tag_of(job_id: str) -> str:
+    """Return the tag in a job id."""
+    return job_id[:_TAG_LENGTH]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key space under one prefix."""
+
+    prefix: str = "headrace"
+
+    def _tagged(self, job_tag: str, rest: str) -> str:
+        return f"{self.prefix}:{{{job_tag}}}:{rest}"
+
+    def lane(self, job_tag: str, lane: str) -> str:
+        return self._tagged(job_tag, f"lane:{lane}")
+
+    def returned(self, job_tag: str, lane: str) -> str:
+        return self._tagged(job_tag, f"lane:{lane}:returned")
+
+    def job(self, job_id: str) -> str:
+        return self._tagged(tag_of(job_id), f"job:{job_id}")
+
+    def log(self, job_id: str) -> str:
+        return self._tagged(tag_of(job_id), f"log:{job_id}")
+
+    def cancel(self, job_id: str) -> str:
+        return self._tagged(tag_of(job_id), f"cancel:{job_id}")
+
+    def channel(self, job_id: str) -> str:
+        return self._tagged(tag_of(job_id), f"ch:{job_id}")
+
+    def control(self, job_tag: str, worker_id: str) -> str:
+        return self._tagged(job_tag, f"ctl:{worker_id}")
+
+    def workers(self) -> str:
+        return self._tagged("registry", "workers")
+
+    def worker(self, worker_id: str) -> str:
+        return self._tagged("registry", f"worker:{worker_id}")
+
+    def models(self) -> str:
+        return self._tagged("registry", "models")

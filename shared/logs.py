@@ -1,0 +1,70 @@
+"""Log lines: one per event, named in the past tense, with its facts as fields.
+
+`log.info("job.claimed", job=job_id, lane=lane)` gives
+`12:00:00.123 info  job.claimed job=5f… lane=batch`, or the same as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+
+class Log:
+    """A named source of events."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(f"headrace.{name}")
+
+    def _log(self, level: int, event: str, fields: dict[str, Any], exc: bool = False) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, event, extra={"fields": fields}, exc_info=exc)
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._log(logging.WARNING, event, fields)
+
+    def error(self, event: str, *, exc: bool = False, **fields: Any) -> None:
+        """`exc` adds the traceback of the exception being handled."""
+        self._log(logging.ERROR, event, fields, exc)
+
+
+class _Console(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        fields = getattr(record, "fields", {})
+        facts = "".join(f" {key}={value}" for key, value in fields.items())
+        level = record.levelname.lower()
+        line = f"{clock}.{int(record.msecs):03d} {level:<7} {record.getMessage()}{facts}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(log_format: str, level: str) -> None:
+    """Send all log lines of the process to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if log_format == "json" else _Console())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("headrace").setLevel(level.upper())

@@ -1,0 +1,144 @@
+"""The records that cross Redis, and their MessagePack form.
+
+Records are frozen and self-contained. A reader takes records of an older or newer writer: fields
+that it doesn't know are ignored, fields that are missing have defaults. `Frame` is an array on the
+wire, so its fields may only be appended.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+NOBODY = "-"
+"""The owner in a frame that no worker wrote: a queued job's cancel or expiry."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A request on its way to a worker: everything that is needed to run it."""
+
+    version: int = 1
+    id: str
+    path: str
+    """Path of the worker's application, `/v1/chat/completions`."""
+    body: bytes
+    content_type: str = "application/json"
+    model: str
+    lane: str
+    stream: bool = False
+    """What the client asked for. What it gets is in the answer's own headers."""
+    max_tokens_given: bool = False
+    tenant: str = ""
+    request_id: str = ""
+    """The client's own id for it, for log lines only."""
+    gateway: str = ""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Status and headers of the application's answer."""
+
+    status: int
+    content_type: str
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens, counted by the engine."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended: once, in its last frame."""
+
+    outcome: str
+    """`completed` (the application's answer is whole, whatever its status), `failed`, `cancelled`,
+    `expired` or `lost`."""
+    code: str = ""
+    """Code from `shared.errors` unless completed."""
+    message: str = ""
+    usage: Usage | None = None
+
+
+Item = bytes | tuple[bytes]
+"""A part of the answer: `bytes` stand between the template's two halves, `(bytes,)` stand alone."""
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """What a job produced in one turn of its worker's loop."""
+
+    items: list[Item] = []
+    head: Head | None = None
+    """Comes once per attempt, before any item."""
+    template: tuple[bytes, bytes] | None = None
+    """Beginning and end of the items from here on."""
+    end: End | None = None
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself with each beat."""
+
+    id: str
+    pool: str
+    shards: int = 1
+    models: list[str]
+    state: str
+    """`starting`, `ready` or `draining`."""
+    seats: int
+    reserve: int = 0
+    """Seats that batch work may not take."""
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    version: str = ""
+    engine: str = ""
+    started_ms: int = 0
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A model name that some worker has served."""
+
+    name: str
+    pool: str
+    shards: int = 1
+    max_model_len: int = 0
+    parent: str | None = None
+    created: int = 0
+    """Unix time, seconds."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+"""Record → MessagePack."""
+
+_frame_decoder = msgspec.msgpack.Decoder(Frame)
+decode_frame = _frame_decoder.decode
+decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_usage = msgspec.msgpack.Decoder(Usage).decode
+decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
+decode_model = msgspec.msgpack.Decoder(ModelRecord).decode
+
+
+class Envelope(NamedTuple):
+    """A frame with its place in the job's log. `owner` and `base` are as the scripts wrote them."""
+
+    seq: int
+    owner: bytes
+    base: int
+    """The log's last number when that owner began."""
+    body: bytes
+    """An encoded `Frame`."""
+
+
+def open_message(message: bytes) -> Envelope:
+    """Take apart a message of a job's channel: `<seq> <owner> <base> <body>`."""
+    seq, owner, base, body = message.split(b" ", 3)
+    return Envelope(int(seq), owner, int(base), body)
+
+
+def open_entry(entry_id: bytes, entry: bytes) -> Envelope:
+    """Take apart an entry of a job's log: id `<seq>-0`, field `f` `<owner> <base> <body>`."""
+    owner, base, body = entry.split(b" ", 2)
+    return Envelope(int(entry_id.split(b"-", 1)[0]), owner, int(base), body)

@@ -1,0 +1,88 @@
+"""Who is there: workers announce themselves with a lease, gateways read the list.
+
+A worker's record disappears with its lease. Model names are remembered longer, so that a model
+whose workers are all gone is "not available now" rather than "unknown".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from shared import protocol
+from shared.keys import Keys
+from shared.protocol import ModelRecord, WorkerRecord
+from shared.transitions import translated
+
+MODELS_TTL_MS = 7 * 24 * 3600 * 1000
+WORKERS_TTL_MS = 3600 * 1000
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The registry at one moment."""
+
+    workers: tuple[WorkerRecord, ...] = ()
+    models: dict[str, ModelRecord] = field(default_factory=dict)
+
+    def ready(self, model: str | None = None) -> list[WorkerRecord]:
+        """Return the workers that take jobs, of one model or of any."""
+        return [
+            one
+            for one in self.workers
+            if one.state == "ready" and (model is None or model in one.models)
+        ]
+
+
+class Registry:
+    """Reads and writes the registry. Raises `QueueUnavailable`."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+
+    async def announce(
+        self, worker: WorkerRecord, models: Sequence[ModelRecord], lease_s: float
+    ) -> None:
+        """Say that a worker is there, until its lease ends. `models` may be empty before start."""
+        keys = self._keys
+        async with translated():
+            pipeline = self._redis.pipeline(transaction=False)
+            lease_ms = int(lease_s * 1000)
+            pipeline.set(keys.worker(worker.id), protocol.encode(worker), px=lease_ms)
+            pipeline.sadd(keys.workers(), worker.id)
+            pipeline.pexpire(keys.workers(), WORKERS_TTL_MS)
+            if models:
+                records: dict[Any, Any] = {m.name: protocol.encode(m) for m in models}
+                pipeline.hset(keys.models(), mapping=records)
+                pipeline.pexpire(keys.models(), MODELS_TTL_MS)
+            await pipeline.execute()
+
+    async def leave(self, worker_id: str) -> None:
+        """Say that a worker is gone."""
+        async with translated():
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.delete(self._keys.worker(worker_id))
+            pipeline.srem(self._keys.workers(), worker_id)
+            await pipeline.execute()
+
+    async def snapshot(self) -> Snapshot:
+        """Read all workers and models; forget the ids whose lease has ended."""
+        keys = self._keys
+        async with translated():
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.smembers(keys.workers())
+            pipeline.hgetall(keys.models())
+            members, models = await pipeline.execute()
+            ids = sorted(member.decode() for member in members)
+            records = await self._redis.mget([keys.worker(one) for one in ids]) if ids else []
+            gone = [one for one, record in zip(ids, records, strict=True) if record is None]
+            if gone:
+                await self._redis.srem(keys.workers(), *gone)
+        return Snapshot(
+            tuple(protocol.decode_worker(cast(bytes, one)) for one in records if one),
+            {name.decode(): protocol.decode_model(record) for name, record in models.items()},
+        )

@@ -1,0 +1,63 @@
+"""Settings that gateways and workers have in common, read from `HEADRACE_*` variables.
+
+Each process reads its settings once, in its `__main__`, and passes them down.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal, NoReturn, TypeVar
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+class RedisSettings(BaseSettings):
+    """How to reach the queue, and what both sides must agree on."""
+
+    model_config = SettingsConfigDict(env_prefix="HEADRACE_", extra="ignore")
+
+    redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
+    """Server of the Redis protocol: `redis://`, `rediss://` or `unix://`."""
+    redis_timeout_s: Seconds = 1.5
+    """Longest wait for a connection or a reply."""
+    redis_connections: int = Field(32, ge=4, le=10_000)
+    """Most connections for commands, per process."""
+    key_prefix: str = Field("headrace", pattern=r"^[A-Za-z0-9_.-]{1,32}$")
+    """First part of every key and channel."""
+    result_ttl_s: Seconds = 300
+    """How long a finished job's answer is kept."""
+    log_format: Literal["console", "json"] = "console"
+    """Form of the log lines."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe lines that are logged."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_scheme(cls, url: SecretStr) -> SecretStr:
+        if not url.get_secret_value().startswith(_SCHEMES):
+            raise ValueError(f"must begin with one of {', '.join(_SCHEMES)}")
+        return url
+
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def read(settings: type[S]) -> S:
+    """Read settings from the environment, or leave with a line for each wrong variable."""
+    try:
+        return settings()
+    except ValidationError as error:
+        _leave(settings, error)
+
+
+def _leave(settings: type[BaseSettings], error: ValidationError) -> NoReturn:
+    prefix = settings.model_config.get("env_prefix", "")
+    for fault in error.errors(include_url=False, include_input=False):
+        variable = prefix + "_".join(str(part) for part in fault["loc"]).upper()
+        sys.stderr.write(f"headrace: wrong setting {variable}: {fault['msg']}\n")
+    sys.exit(2)

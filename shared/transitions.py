@@ -1,0 +1,383 @@
+"""The queue: every change of a job's state, one Lua script and one method of the same name each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+
+from shared import protocol
+from shared.errors import Cancelled, HeadraceError, QueueFull, QueueUnavailable, RequestTimeout
+from shared.keys import GROUP, LANES, Keys, tag_of
+from shared.protocol import End, Envelope, Frame, Job, Usage
+from shared.scripts import NAMES, Script
+
+MAX_TIMEOUT_S = 24 * 3600
+"""The longest that a job may wait and run."""
+LANE_TTL_MS = 7 * 24 * 3600 * 1000
+EARLY_CANCEL_TTL_MS = 60_000
+LOG_PAGE = 200
+"""Log entries read at once."""
+
+Reason = Literal["cancelled", "expired"]
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """`queued`, `known` (the id was submitted before), `cancelled` (before it came) or `full`."""
+
+    verdict: str
+    entries: int = 0
+    """Jobs in the lane, where it is full."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A lane's entry that this worker now holds."""
+
+    tag: str
+    lane: str
+    returned: bool
+    entry: bytes
+    job_id: str
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A job that this worker now owns."""
+
+    job: Job
+    claimed: Claimed
+    owner: str
+    attempts: int
+    base: int
+    """The log's last number; this owner's first frame has the next one."""
+    left_s: float
+    """Until its deadline."""
+    waited_s: float
+    """Since its submission."""
+
+
+@dataclass(frozen=True)
+class Append:
+    """Encoded frames of one job, to be published in order."""
+
+    job_id: str
+    owner: str
+    base: int
+    first: int
+    """Sequence number of the first body."""
+    bodies: Sequence[bytes]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """A job's terminal frame, encoded, and its place in the log."""
+
+    job_id: str
+    owner: str
+    lane: str
+    seq: int
+    body: bytes
+    outcome: str
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a write: `ok`; `cancelled` or `expired` (written, but the job is to be
+    stopped); `fenced` (another owns the job); `gap` (the log ends at `seq`: send from there)."""
+
+    word: str
+    seq: int = 0
+
+
+@dataclass(frozen=True)
+class CancelOutcome:
+    """`queued`, `running` (its worker was asked), `forced`, `finished` or `unknown`."""
+
+    word: str
+    outcome: str = ""
+    """Of a finished job."""
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class LogPage:
+    """Frames of a job's log, in order, and the job's state (None: there is no such job)."""
+
+    envelopes: list[Envelope]
+    state: str | None
+    more: bool
+
+
+def _end_body(reason: Reason) -> bytes:
+    error: type[HeadraceError] = RequestTimeout if reason == "expired" else Cancelled
+    end = End(outcome=reason, code=error.code, message=error().message)
+    return protocol.encode(Frame(end=end))
+
+
+_END_BODIES: dict[Reason, bytes] = {r: _end_body(r) for r in ("cancelled", "expired")}
+
+
+@asynccontextmanager
+async def translated() -> AsyncIterator[None]:
+    """Turn the driver's errors into the project's, once, at the border."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise QueueFull("The queue's memory is full. Try again later.") from error
+    except (RedisError, OSError, TimeoutError) as error:
+        raise QueueUnavailable from error
+
+
+class Transitions:
+    """Typed calls of the scripts on one connection pool. Raises `QueueUnavailable`, `QueueFull`."""
+
+    def __init__(
+        self, redis: Redis, keys: Keys, *, result_ttl_s: float, shebang: bool = True
+    ) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._result_ttl_ms = int(result_ttl_s * 1000)
+        self._log_ttl_ms = MAX_TIMEOUT_S * 1000 + self._result_ttl_ms
+        self._scripts = {name: Script(name, shebang=shebang) for name in NAMES}
+
+    async def _call(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        async with translated():
+            return await self._scripts[name](self._redis, keys, args)
+
+    def _lanes(self, job_id: str, lane: str) -> list[str]:
+        job_tag = tag_of(job_id)
+        return [self._keys.lane(job_tag, lane), self._keys.returned(job_tag, lane)]
+
+    async def submit(self, job: Job, *, limit: int, timeout_s: float) -> Submitted:
+        """Put a job into its lane unless the lane holds `limit` jobs, queued and running."""
+        keys = self._keys
+        reply = await self._call(
+            "submit",
+            [keys.job(job.id), keys.lane(tag_of(job.id), job.lane), keys.cancel(job.id)],
+            [
+                job.id,
+                protocol.encode(job),
+                job.lane,
+                limit,
+                int(timeout_s * 1000),
+                self._result_ttl_ms,
+                LANE_TTL_MS,
+            ],
+        )
+        verdict = reply[0].decode()
+        return Submitted(verdict, entries=reply[1] if verdict == "full" else 0)
+
+    async def create_lanes(self, tags: Iterable[str]) -> None:
+        """Create the consumer groups, at 0 so that nothing that waits is passed over."""
+        async with translated():
+            for job_tag in tags:
+                for lane in LANES:
+                    for stream in self._streams(job_tag, [lane]):
+                        try:
+                            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+                        except ResponseError as error:
+                            if "BUSYGROUP" not in str(error):
+                                raise
+                        await self._redis.pexpire(stream, LANE_TTL_MS)
+
+    def _streams(self, job_tag: str, lanes: Sequence[str]) -> list[str]:
+        """Return lane streams in order of urgency: what was handed back comes first."""
+        return [
+            key(job_tag, lane) for lane in lanes for key in (self._keys.returned, self._keys.lane)
+        ]
+
+    async def claim(
+        self, job_tag: str, lanes: Sequence[str], worker: str, count: int
+    ) -> list[Claimed]:
+        """Take up to `count` entries at once, those of the first lane first.
+
+        Raises `redis.exceptions.ResponseError` (NOGROUP) after data loss: create the lanes again.
+        """
+        reply = await self._scripts["claim"](
+            self._redis, self._streams(job_tag, lanes), [worker, count]
+        )
+        return [
+            Claimed(job_tag, lanes[(index - 1) // 2], index % 2 == 1, entry, job_id.decode())
+            for index, entry, job_id in reply
+        ]
+
+    async def wait_claim(
+        self, redis: Redis, job_tag: str, lanes: Sequence[str], worker: str, block_s: float
+    ) -> list[Claimed]:
+        """Wait for an entry on a connection of its own; at most one from each stream.
+
+        Ends early, with nothing, when another connection unblocks this one.
+        """
+        streams = self._streams(job_tag, lanes)
+        reply: Any = await redis.xreadgroup(
+            GROUP, worker, dict.fromkeys(streams, ">"), count=1, block=int(block_s * 1000)
+        )
+        claimed = []
+        for name, entries in reply or ():
+            index = streams.index(name.decode())
+            for entry, fields in entries:
+                job_id = fields.get(b"j", b"").decode()
+                claimed.append(Claimed(job_tag, lanes[index // 2], index % 2 == 0, entry, job_id))
+        return claimed
+
+    async def adopt(self, claimed: Claimed, owner: str, worker: str) -> Adopted | str:
+        """Become a job's owner, or learn why it doesn't run: `expired`, `cancelled` or `gone`."""
+        keys, job_id = self._keys, claimed.job_id
+        key = keys.returned if claimed.returned else keys.lane
+        reply = await self._call(
+            "adopt",
+            [keys.job(job_id), keys.log(job_id), key(claimed.tag, claimed.lane)],
+            [
+                claimed.entry,
+                owner,
+                worker,
+                keys.channel(job_id),
+                self._result_ttl_ms,
+                _END_BODIES["expired"],
+                _END_BODIES["cancelled"],
+            ],
+        )
+        word = reply[0].decode()
+        if word != "adopted":
+            return str(word)
+        record, attempts, base, left_ms, waited_ms = reply[1:]
+        return Adopted(
+            protocol.decode_job(record),
+            claimed,
+            owner,
+            attempts,
+            base,
+            left_ms / 1000,
+            waited_ms / 1000,
+        )
+
+    async def write(
+        self, appends: Sequence[Append], finishes: Sequence[Finish]
+    ) -> tuple[list[Verdict], list[Verdict]]:
+        """Publish and finish in one round trip, in this order. All jobs share one tag.
+
+        Idempotent: the same call may be sent again after a lost reply.
+        """
+        async with translated():
+            for _ in range(2):
+                pipeline = self._redis.pipeline(transaction=False)
+                if appends:
+                    self._scripts["publish"].add(pipeline, *self._publish_call(appends))
+                for finish in finishes:
+                    self._scripts["finish"].add(pipeline, *self._finish_call(finish))
+                replies = await pipeline.execute(raise_on_error=False)
+                if not any(isinstance(reply, NoScriptError) for reply in replies):
+                    break
+                await self._scripts["publish"].teach(self._redis)
+                await self._scripts["finish"].teach(self._redis)
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+        verdicts = [Verdict(word.decode(), seq) for word, seq in (replies[0] if appends else ())]
+        ended = [
+            Verdict(reply[0].decode(), reply[1] if len(reply) > 1 else 0)
+            for reply in replies[1 if appends else 0 :]
+        ]
+        return verdicts, ended
+
+    def _publish_call(self, appends: Sequence[Append]) -> tuple[list[str], list[Any]]:
+        names, args = [], []
+        for append in appends:
+            names += [self._keys.job(append.job_id), self._keys.log(append.job_id)]
+            args += [append.owner, append.base, self._keys.channel(append.job_id)]
+            args += [self._log_ttl_ms, append.first, len(append.bodies), *append.bodies]
+        return names, args
+
+    def _finish_call(self, finish: Finish) -> tuple[list[str], list[Any]]:
+        keys, job_id = self._keys, finish.job_id
+        names = [keys.job(job_id), keys.log(job_id), *self._lanes(job_id, finish.lane)]
+        usage = protocol.encode(finish.usage) if finish.usage else b""
+        args = [finish.owner, keys.channel(job_id), finish.seq, finish.body, finish.outcome]
+        return names, [*args, usage, self._result_ttl_ms]
+
+    async def cancel(
+        self,
+        job_id: str,
+        lane: str,
+        reason: Reason = "cancelled",
+        *,
+        force: bool = False,
+        early: bool = False,
+    ) -> CancelOutcome:
+        """End a queued job; ask a running job's worker to end it, or with `force` end it here.
+
+        `early`: where the job isn't known (yet), see to it that it can't be submitted.
+        """
+        keys = self._keys
+        reply = await self._call(
+            "cancel",
+            [keys.job(job_id), keys.log(job_id), keys.cancel(job_id), *self._lanes(job_id, lane)],
+            [
+                job_id,
+                keys.channel(job_id),
+                keys.control(tag_of(job_id), ""),
+                reason,
+                _END_BODIES[reason],
+                self._result_ttl_ms,
+                int(force),
+                EARLY_CANCEL_TTL_MS if early else 0,
+            ],
+        )
+        word = reply[0].decode()
+        if word != "finished":
+            return CancelOutcome(word)
+        usage = protocol.decode_usage(reply[2]) if reply[2] else None
+        return CancelOutcome(word, reply[1].decode(), usage)
+
+    async def beat(self, job_tag: str, worker: str, owned: Sequence[Adopted]) -> list[str]:
+        """Renew the leases on a worker's jobs of one tag; per job `ok`, `cancelled`, `expired` or
+        `fenced`."""
+        streams = self._streams(job_tag, LANES)
+        args: list[Any] = [worker, len(streams)]
+        for one in owned:
+            lane = LANES.index(one.claimed.lane)
+            args += [one.owner, 2 * lane + (1 if one.claimed.returned else 2)]
+        names = streams + [self._keys.job(one.job.id) for one in owned]
+        return [word.decode() for word in await self._call("beat", names, args)]
+
+    async def hand_back(self, adopted: Adopted) -> bool:
+        """Give a job back to the pool without blame; False if it was no longer this worker's."""
+        job = adopted.job
+        reply = await self._call(
+            "hand_back",
+            [self._keys.job(job.id), *self._lanes(job.id, job.lane)],
+            [job.id, adopted.owner, LANE_TTL_MS],
+        )
+        return bool(reply[0] == b"ok")
+
+    async def lane_of(self, job_id: str) -> str | None:
+        """Return the lane of a job, or None if there is no such job."""
+        async with translated():
+            lane: Any = await self._redis.hget(self._keys.job(job_id), "lane")
+        return lane.decode() if lane else None
+
+    async def read_log(self, job_id: str, after: int) -> LogPage:
+        """Read a page of a job's log behind a sequence number."""
+        async with translated():
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.xrange(self._keys.log(job_id), f"({after}-0", "+", count=LOG_PAGE)
+            pipeline.hget(self._keys.job(job_id), "state")
+            entries, state = await pipeline.execute()
+        envelopes = [protocol.open_entry(entry, fields[b"f"]) for entry, fields in entries]
+        return LogPage(envelopes, state.decode() if state else None, len(entries) == LOG_PAGE)
+
+    async def depths(self, job_tag: str) -> dict[str, int]:
+        """Return the number of jobs in each lane, queued and running."""
+        async with translated():
+            pipeline = self._redis.pipeline(transaction=False)
+            for stream in self._streams(job_tag, LANES):
+                pipeline.xlen(stream)
+            lengths = await pipeline.execute()
+        return {lane: lengths[2 * i] + lengths[2 * i + 1] for i, lane in enumerate(LANES)}
