@@ -117,6 +117,12 @@ class QueueUnavailable(Unavailable):
     code = "queue_unavailable"
 
 
+class LanesLost(QueueUnavailable):
+    """The queue has lost its data. Try again later."""
+
+    code = "lanes_lost"
+
+
 class Draining(Unavailable):
     """This server is shutting down. Try again."""
 

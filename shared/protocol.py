@@ -28,6 +28,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     lane: str
     stream: bool = False
     """What the client asked for. What it gets is in the answer's own headers."""
+    sequences: int = 1
+    """Sequences that it takes in the engine: `n`."""
     max_tokens_given: bool = False
     tenant: str = ""
     request_id: str = ""

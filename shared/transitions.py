@@ -11,7 +11,14 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
 
 from shared import protocol
-from shared.errors import Cancelled, HeadraceError, QueueFull, QueueUnavailable, RequestTimeout
+from shared.errors import (
+    Cancelled,
+    HeadraceError,
+    LanesLost,
+    QueueFull,
+    QueueUnavailable,
+    RequestTimeout,
+)
 from shared.keys import GROUP, LANES, Keys, tag_of
 from shared.protocol import End, Envelope, Frame, Job, Usage
 from shared.scripts import NAMES, Script
@@ -131,6 +138,8 @@ async def translated() -> AsyncIterator[None]:
         yield
     except OutOfMemoryError as error:
         raise QueueFull("The queue's memory is full. Try again later.") from error
+    except ResponseError as error:
+        raise (LanesLost if "NOGROUP" in str(error) else QueueUnavailable) from error
     except (RedisError, OSError, TimeoutError) as error:
         raise QueueUnavailable from error
 
@@ -193,20 +202,38 @@ class Transitions:
             key(job_tag, lane) for lane in lanes for key in (self._keys.returned, self._keys.lane)
         ]
 
-    async def claim(
-        self, job_tag: str, lanes: Sequence[str], worker: str, count: int
-    ) -> list[Claimed]:
-        """Take up to `count` entries at once, those of the first lane first.
+    async def claim(self, job_tag: str, limits: dict[str, int], worker: str) -> list[Claimed]:
+        """Take entries at once, lane by lane. `limits`: lane → the most to have in all after it.
 
-        Raises `redis.exceptions.ResponseError` (NOGROUP) after data loss: create the lanes again.
+        Raises `LanesLost` after data loss: create the lanes again.
         """
-        reply = await self._scripts["claim"](
-            self._redis, self._streams(job_tag, lanes), [worker, count]
-        )
+        lanes = list(limits)
+        async with translated():
+            reply = await self._scripts["claim"](
+                self._redis,
+                self._streams(job_tag, lanes),
+                [worker, *(limit for limit in limits.values() for _ in range(2))],
+            )
         return [
             Claimed(job_tag, lanes[(index - 1) // 2], index % 2 == 1, entry, job_id.decode())
             for index, entry, job_id in reply
         ]
+
+    async def pending(self, job_tag: str, worker: str) -> list[Claimed]:
+        """Return what a worker holds, also entries whose reply never reached it."""
+        found = []
+        async with translated():
+            for lane in LANES:
+                for index, stream in enumerate(self._streams(job_tag, [lane])):
+                    held: Any = await self._redis.xpending_range(
+                        stream, GROUP, "-", "+", LOG_PAGE, consumername=worker
+                    )
+                    for one in held:
+                        entry = one["message_id"]
+                        rows: Any = await self._redis.xrange(stream, entry, entry)
+                        job_id = rows[0][1][b"j"].decode() if rows else ""
+                        found.append(Claimed(job_tag, lane, index == 0, entry, job_id))
+        return found
 
     async def wait_claim(
         self, redis: Redis, job_tag: str, lanes: Sequence[str], worker: str, block_s: float
@@ -216,9 +243,10 @@ class Transitions:
         Ends early, with nothing, when another connection unblocks this one.
         """
         streams = self._streams(job_tag, lanes)
-        reply: Any = await redis.xreadgroup(
-            GROUP, worker, dict.fromkeys(streams, ">"), count=1, block=int(block_s * 1000)
-        )
+        async with translated():
+            reply: Any = await redis.xreadgroup(
+                GROUP, worker, dict.fromkeys(streams, ">"), count=1, block=int(block_s * 1000)
+            )
         claimed = []
         for name, entries in reply or ():
             index = streams.index(name.decode())

@@ -1,0 +1,37 @@
+"""Hears nudges: a gateway that cancels a running job tells its worker at once.
+
+The cancel itself stands in the job's key. A nudge that is lost is found there by the next write or
+beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.logs import Log
+from worker.running import Running
+
+log = Log("cancellation")
+
+
+class Nudges:
+    """The sink of the worker's control channel."""
+
+    def __init__(self, running: Running, missed: Callable[[], None]) -> None:
+        self._running = running
+        self._missed = missed
+
+    def on_message(self, message: bytes) -> None:
+        """Take `cancel <job> <owner> <reason>`."""
+        try:
+            verb, job_id, owner, reason = message.decode().split(" ")
+        except ValueError:
+            return
+        run = self._running.jobs.get(job_id)
+        if verb == "cancel" and run is not None and run.adopted.owner == owner:
+            log.info("job.cancelled", job=job_id, reason=reason)
+            run.stop(reason)
+
+    def on_subscribed(self) -> None:
+        """Nudges may have been lost: have a beat look."""
+        self._missed()

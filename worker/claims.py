@@ -1,0 +1,159 @@
+"""Takes jobs for this worker: only what its engine can start now, the urgent lane first.
+
+The backlog stays in the queue, where it can be cancelled and counted. Batch work takes only seats
+above the reserve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from shared.errors import LanesLost, QueueUnavailable
+from shared.keys import LANES, tag
+from shared.logs import Log
+from shared.transitions import Adopted, Claimed, Transitions
+from worker.engine.interface import Engine
+from worker.running import Running
+from worker.settings import WorkerSettings
+
+log = Log("claims")
+
+AT_ONCE = 4
+"""Most jobs to claim in one go: what is claimed can't be taken by an idler worker."""
+BLOCK_S = 1.0
+FULL_POLL_S = 0.02
+"""How often to look again while the engine, not its seats, has no room."""
+
+
+class Claims:
+    """The loop that fills the engine. `run()` ends after `stop()`, with nothing left claimed."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        transitions: Transitions,
+        blocking: Redis,
+        redis: Redis,
+        running: Running,
+        start: Callable[[Adopted], None],
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._transitions = transitions
+        self._blocking = blocking
+        self._redis = redis
+        self._running = running
+        self._start = start
+        self.pool = settings.pool
+        """Known once the engine has started, as are its seats."""
+        self._stopping = False
+        self._blocked_on: tuple[str, ...] = ()
+        self._client_id = 0
+        self._unsure = True
+        """Whether entries may be ours without our knowing: a reply was lost."""
+
+    def _tag(self) -> str:
+        return tag(self.pool, 0)
+
+    def _limits(self) -> dict[str, int]:
+        """Return lane → the most jobs to have claimed after it; empty where there is no room."""
+        load = self._engine.load()
+        if self._running.jobs and (load.waiting or load.kv_usage > self._settings.kv_high):
+            return {}
+        free = {lane: min(self._free(lane), AT_ONCE) for lane in LANES}
+        return {lane: count for lane, count in free.items() if count > 0}
+
+    def _free(self, lane: str) -> int:
+        """Return the seats that a lane's next jobs may take."""
+        free = self._engine.seats - self._running.sequences
+        if lane == LANES[0]:
+            return free
+        return free - reserve(self._engine.seats, self._settings.interactive_reserve)
+
+    def stop(self) -> None:
+        """Claim nothing more."""
+        self._stopping = True
+
+    async def unblock(self) -> None:
+        """End a wait for work: the lanes that may be claimed have changed."""
+        if self._blocked_on and (self._stopping or tuple(self._limits()) != self._blocked_on):
+            with contextlib.suppress(Exception):
+                await self._redis.client_unblock(self._client_id)
+
+    async def run(self) -> None:
+        """Claim until stopped."""
+        delay_s = 0.0
+        while not self._stopping:
+            try:
+                if self._unsure:
+                    await self._recover()
+                await self._turn()
+                delay_s = 0.0
+            except LanesLost:
+                log.warning("lanes.lost")
+                self._unsure = True
+                await asyncio.sleep(0.05)
+            except QueueUnavailable:
+                self._unsure = True
+                delay_s = min(max(delay_s * 2, 0.1), 1.0)
+                log.warning("queue.unreachable", retry_in_s=delay_s)
+                await asyncio.sleep(delay_s)
+
+    async def _recover(self) -> None:
+        """Create what is missing and adopt what is ours by a claim whose reply was lost."""
+        await self._transitions.create_lanes([self._tag()])
+        for claimed in await self._transitions.pending(self._tag(), self._settings.worker_id):
+            if claimed.job_id not in self._running.jobs:
+                await self._adopt(claimed)
+        self._client_id = await self._blocking.client_id()
+        self._unsure = False
+
+    async def _turn(self) -> None:
+        """Claim once, waiting for work if there is room and none is there."""
+        limits = self._limits()
+        if not limits:
+            await self._running.changed(timeout_s=FULL_POLL_S)
+            return
+        worker = self._settings.worker_id
+        claimed = await self._transitions.claim(self._tag(), limits, worker)
+        if not claimed:
+            claimed = await self._wait(tuple(limits))
+        await asyncio.gather(*(self._adopt(one) for one in claimed))
+
+    async def _wait(self, lanes: tuple[str, ...]) -> list[Claimed]:
+        self._blocked_on = lanes
+        try:
+            if self._stopping:
+                return []
+            return await self._transitions.wait_claim(
+                self._blocking, self._tag(), lanes, self._settings.worker_id, BLOCK_S
+            )
+        finally:
+            self._blocked_on = ()
+
+    async def _adopt(self, claimed: Claimed) -> None:
+        try:
+            adopted = await self._transitions.adopt(
+                claimed, secrets.token_hex(8), self._settings.worker_id
+            )
+        except QueueUnavailable:
+            self._unsure = True
+            raise
+        if isinstance(adopted, str):
+            log.info("job.dropped", job=claimed.job_id, reason=adopted)
+        elif self._stopping or self._free(claimed.lane) <= 0:
+            await self._transitions.hand_back(adopted)
+            log.info("job.handed_back", job=claimed.job_id, lane=claimed.lane)
+        else:
+            self._start(adopted)
+
+
+def reserve(seats: int, share: float) -> int:
+    """Return the seats that batch work may not take; at least one is always left for it."""
+    return min(int(seats * share), seats - 1)

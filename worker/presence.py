@@ -1,0 +1,126 @@
+"""Says that this worker is alive: a beat renews its record and the leases of its jobs.
+
+It beats only while the engine makes progress. A worker whose engine hangs falls silent, and says so
+to its supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from shared.errors import LanesLost, QueueUnavailable
+from shared.keys import tag
+from shared.logs import Log
+from shared.protocol import ModelRecord, WorkerRecord
+from shared.registry import Registry
+from shared.transitions import Transitions
+from worker.claims import reserve
+from worker.engine.interface import Engine
+from worker.running import Running
+from worker.settings import WorkerSettings
+
+log = Log("presence")
+
+
+class Presence:
+    """The worker's beat. `state` is what it says of itself."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        registry: Registry,
+        transitions: Transitions,
+        running: Running,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._registry = registry
+        self._transitions = transitions
+        self._running = running
+        self._now = asyncio.Event()
+        self.stalled = asyncio.Event()
+        """Set when the engine has work and has made no step for `stall_s`."""
+        self._started_ms = int(time.time() * 1000)
+        self._progress = -1
+        self._progressed_at = 0.0
+        self.state = "starting"
+        self.pool = settings.pool
+        self.on_beat: Callable[[], None] = lambda: None
+
+    def beat_now(self) -> None:
+        """Don't wait for the next beat: something has changed."""
+        self._now.set()
+
+    async def run(self) -> None:
+        """Beat until cancelled."""
+        while True:
+            self._check_progress()
+            try:
+                if not self.stalled.is_set():
+                    await self._beat_jobs()
+                    await self._announce()
+            except LanesLost:
+                log.warning("beat.lanes_lost")
+            except QueueUnavailable as error:
+                log.warning("beat.failed", error=error.code)
+            self.on_beat()
+            try:
+                async with asyncio.timeout(self._settings.beat_s):
+                    await self._now.wait()
+            except TimeoutError:
+                pass
+            self._now.clear()
+
+    def _check_progress(self) -> None:
+        now = time.monotonic()
+        progress = self._engine.progress() if self.state != "starting" else -1
+        if progress != self._progress or not self._running.jobs:
+            self._progress, self._progressed_at = progress, now
+        elif now - self._progressed_at > self._settings.stall_s:
+            self.stalled.set()
+
+    async def _beat_jobs(self) -> None:
+        runs = list(self._running.jobs.values())
+        if not runs or not self.pool:
+            return
+        owned = [run.adopted for run in runs]
+        words = await self._transitions.beat(tag(self.pool, 0), self._settings.worker_id, owned)
+        for run, word in zip(runs, words, strict=True):
+            if word != "ok":
+                run.stop(word)
+
+    async def _announce(self) -> None:
+        engine, load = self._engine, self._engine.load()
+        seats = engine.seats
+        worker = WorkerRecord(
+            id=self._settings.worker_id,
+            pool=self.pool,
+            models=[model.name for model in engine.models],
+            state=self.state,
+            seats=seats,
+            reserve=reserve(seats, self._settings.interactive_reserve),
+            running=len(self._running.jobs),
+            waiting=load.waiting,
+            kv_usage=load.kv_usage,
+            engine=engine.version,
+            started_ms=self._started_ms,
+        )
+        # A worker that loads can't beat in between; the record of one that dies then stays longer.
+        starting = self.state == "starting"
+        lease_s = self._settings.start_timeout_s if starting else self._settings.lease_s
+        await self._registry.announce(worker, [] if starting else self._models(), lease_s)
+
+    def _models(self) -> list[ModelRecord]:
+        return [
+            ModelRecord(
+                name=model.name,
+                pool=self.pool,
+                max_model_len=model.max_model_len,
+                parent=model.parent,
+                created=self._started_ms // 1000,
+            )
+            for model in self._engine.models
+        ]

@@ -1,0 +1,160 @@
+"""One attempt at one job: from its record, through the engine's application, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from shared.errors import (
+    Cancelled,
+    EngineFailed,
+    HeadraceError,
+    RequestTimeout,
+    WorkerLost,
+)
+from shared.logs import Log
+from shared.protocol import End, Head, Usage
+from shared.transitions import Adopted
+from worker.engine.interface import CURRENT, Call, Engine, Message
+from worker.publisher import Outbox, Publisher
+
+log = Log("run")
+
+DISCONNECT_S = 2.0
+"""An application that hasn't ended so long after its client's disconnect is ended harder."""
+
+_ENDS: dict[str, type[HeadraceError]] = {
+    "cancelled": Cancelled,
+    "expired": RequestTimeout,
+    "drained": WorkerLost,
+}
+
+
+class Run:
+    """Calls the application as a server would, with the outbox for a socket."""
+
+    def __init__(self, adopted: Adopted, engine: Engine, publisher: Publisher) -> None:
+        job = adopted.job
+        self.adopted = adopted
+        self.call = Call(job.id, max_tokens_given=job.max_tokens_given)
+        self.outbox = Outbox(adopted, publisher, self.stop)
+        self.stopped: str | None = None
+        """Why the job must not go on: `cancelled`, `expired`, `drained` or `fenced`."""
+        self._engine = engine
+        self._stop = asyncio.Event()
+        self._body_given = False
+        self._head: Head | None = None
+        self._head_put = False
+        self._complete = False
+
+    def stop(self, reason: str) -> None:
+        """End the job as if its client had left. The first reason counts, but for `fenced`."""
+        if self.stopped is None or reason == "fenced":
+            self.stopped = reason
+        self.outbox.discard()
+        self._stop.set()
+
+    def fail(self, reason: str) -> None:
+        """End the job because its engine is of no more use."""
+        if self.call.fault is None:
+            self.call.fault = reason
+        self.outbox.discard()
+        self._stop.set()
+
+    async def execute(self) -> End | None:
+        """Run to the end and return it, or None if the job is no longer this worker's."""
+        CURRENT.set(self.call)
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(max(self.adopted.left_s, 0), self.stop, "expired")
+        app = loop.create_task(self._application())
+        stop = loop.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({app, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not app.done():
+                await self._end_application(app)
+            error = None if app.cancelled() or not app.done() else app.exception()
+        finally:
+            deadline.cancel()
+            stop.cancel()
+            app.cancel()
+        if error is not None and self.stopped is None:
+            log.error("job.raised", job=self.adopted.job.id, error=type(error).__name__)
+        return self._end(error)
+
+    async def _application(self) -> None:
+        await self._engine.app(self._scope(), self._receive, self._send)
+
+    async def _end_application(self, app: asyncio.Task[None]) -> None:
+        """Give the disconnect time to be heard; then abort; then cancel."""
+        await asyncio.wait({app}, timeout=DISCONNECT_S)
+        if not app.done():
+            log.warning("job.deaf", job=self.adopted.job.id)
+            await self._engine.abort(self.adopted.job.id)
+            await asyncio.wait({app}, timeout=DISCONNECT_S)
+        if not app.done():
+            app.cancel()
+            await asyncio.wait({app}, timeout=DISCONNECT_S)
+
+    def _end(self, error: BaseException | None) -> End | None:
+        if self.stopped == "fenced":
+            return None
+        counted = self.call.usage
+        usage = Usage(counted.prompt_tokens, counted.completion_tokens, counted.cached_tokens)
+        if self.stopped is not None and not (self._complete and self.stopped == "drained"):
+            kind = _ENDS[self.stopped]
+            outcome = "failed" if self.stopped == "drained" else self.stopped
+            return End(outcome=outcome, code=kind.code, message=kind().message, usage=usage)
+        if self.call.fault is not None or error is not None or not self._complete:
+            self.outbox.discard()
+            failed = EngineFailed()
+            return End(outcome="failed", code=failed.code, message=failed.message, usage=usage)
+        return End(outcome="completed", usage=usage)
+
+    def _scope(self) -> dict[str, Any]:
+        job = self.adopted.job
+        headers = [
+            (b"host", b"headrace"),
+            (b"content-type", job.content_type.encode("latin-1")),
+            (b"content-length", str(len(job.body)).encode()),
+            (b"x-request-id", job.id.encode()),
+        ]
+        return {
+            "type": "http",
+            # From 2.4 on, Starlette no longer listens for http.disconnect.
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": job.path,
+            "raw_path": job.path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": headers,
+            "client": ("127.0.0.1", 0),
+            "server": ("127.0.0.1", 0),
+        }
+
+    async def _receive(self) -> Message:
+        if not self._body_given:
+            self._body_given = True
+            return {"type": "http.request", "body": self.adopted.job.body, "more_body": False}
+        await self._stop.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self.stopped is not None or self.call.fault is not None:
+            return
+        if message["type"] == "http.response.start":
+            content_type = next(
+                (v.decode("latin-1") for k, v in message["headers"] if k == b"content-type"), ""
+            )
+            self._head = Head(message["status"], content_type)
+        elif message["type"] == "http.response.body":
+            if self._head is not None and not self._head_put:
+                # Not before the first part: a fault until then can still become a status.
+                self._head_put = True
+                self.outbox.put_head(self._head)
+            if body := message.get("body"):
+                await self.outbox.put(bytes(body))
+            if not message.get("more_body"):
+                self._complete = True

@@ -1,0 +1,52 @@
+"""The jobs that this worker runs now."""
+
+from __future__ import annotations
+
+import asyncio
+
+from worker.run import Run
+
+
+class Running:
+    """Runs by job id, with a signal for each change."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Run] = {}
+        self.sequences = 0
+        """Sequences that they take in the engine."""
+        self._seated: set[Run] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, run: Run) -> None:
+        self._seated.add(run)
+        self.jobs[run.adopted.job.id] = run
+        self.sequences += max(run.adopted.job.sequences, 1)
+        self._changed.set()
+
+    def free(self, run: Run) -> None:
+        """Give back a run's seats: the engine is done with it, its last frames may not be."""
+        if run in self._seated:
+            self._seated.discard(run)
+            self.sequences -= max(run.adopted.job.sequences, 1)
+            self._changed.set()
+
+    def remove(self, run: Run) -> None:
+        """Remove a run, unless another attempt at its job has taken its place."""
+        self.free(run)
+        if self.jobs.get(run.adopted.job.id) is run:
+            del self.jobs[run.adopted.job.id]
+        self._changed.set()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for a job's beginning or end."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def drained(self) -> None:
+        """Wait until nothing runs."""
+        while self.jobs:
+            await self.changed(timeout_s=1.0)

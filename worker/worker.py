@@ -1,0 +1,289 @@
+"""The worker's life: announce → load → claim and run → drain → leave.
+
+The drain, in order: stop claiming → hand back what hasn't started → finish what runs, up to
+`drain_timeout_s` → flush → deregister → exit code. A second signal ends the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable
+from enum import IntEnum
+from typing import Any
+
+from prometheus_client import start_http_server
+
+from shared.connection import connect, connect_blocking
+from shared.errors import QueueUnavailable
+from shared.keys import Keys, tag
+from shared.logs import Log
+from shared.protocol import End
+from shared.pubsub import Subscriber
+from shared.registry import Registry
+from shared.transitions import Adopted, Transitions
+from worker.cancellation import Nudges
+from worker.claims import BLOCK_S, Claims
+from worker.engine.interface import Engine, EngineStartError
+from worker.metrics import WorkerMetrics
+from worker.presence import Presence
+from worker.publisher import Publisher
+from worker.run import Run
+from worker.running import Running
+from worker.settings import WorkerSettings
+
+log = Log("worker")
+
+FLUSH_S = 10.0
+"""Longest wait for the last frames to be written."""
+
+
+class Exit(IntEnum):
+    """What the process says to whoever started it."""
+
+    OK = 0
+    ENGINE_FAILED = 3
+    ENGINE_NOT_STARTED = 4
+
+
+class Worker:
+    """One engine and the tasks around it."""
+
+    def __init__(self, settings: WorkerSettings, engine: Engine, metrics: WorkerMetrics) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._metrics = metrics
+        name = f"headrace-worker-{settings.worker_id}"
+        self._keys = Keys(settings.key_prefix)
+        self._redis = connect(settings, name=name)
+        self._beats = connect(settings, name=f"{name}-beat", connections=2)
+        self._blocking = connect_blocking(settings, name=f"{name}-claim", block_s=BLOCK_S)
+        ttl_s = settings.result_ttl_s
+        self._transitions = Transitions(self._redis, self._keys, result_ttl_s=ttl_s)
+        self._registry = Registry(self._beats, self._keys)
+        self._running = Running()
+        self._publisher = Publisher(self._transitions)
+        beats = Transitions(self._beats, self._keys, result_ttl_s=ttl_s)
+        self._presence = Presence(settings, engine, self._registry, beats, self._running)
+        self._presence.on_beat = self._measure
+        self._subscriber = Subscriber(settings, name=f"{name}-control", ack_timeout_s=2)
+        self._claims = Claims(
+            settings,
+            engine,
+            self._transitions,
+            self._blocking,
+            self._redis,
+            self._running,
+            self._begin,
+        )
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._runs: asyncio.TaskGroup
+        self._run_tasks: set[asyncio.Task[None]] = set()
+        self._counted = (0, 0)
+
+    def stop(self) -> None:
+        """Begin the drain; the second call ends its wait."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def run(self) -> Exit:
+        """Live until stopped or until the engine has failed."""
+        settings = self._settings
+        if settings.metrics_port:
+            start_http_server(settings.metrics_port, settings.metrics_host)
+        log.info("worker.starting", worker=settings.worker_id, engine=settings.engine)
+        try:
+            if not await self._reach_queue():
+                return Exit.OK
+            return await self._live()
+        finally:
+            with contextlib.suppress(QueueUnavailable):
+                await self._registry.leave(settings.worker_id)
+            await self._engine.stop()
+            for redis in (self._redis, self._beats, self._blocking):
+                await redis.aclose()
+            log.info("worker.left", worker=settings.worker_id)
+
+    async def _reach_queue(self) -> bool:
+        """Wait for the queue; False if stopped meanwhile."""
+        delay_s = 0.5
+        while not self._stop.is_set():
+            try:
+                await self._registry.snapshot()
+                return True
+            except QueueUnavailable:
+                log.warning("queue.unreachable", retry_in_s=delay_s)
+                await first(self._stop.wait(), timeout_s=delay_s)
+                delay_s = min(delay_s * 2, 5.0)
+        return False
+
+    async def _live(self) -> Exit:
+        """Load and serve, with the long tasks beside; one of them that dies takes all along."""
+        async with asyncio.TaskGroup() as side:
+            presence = side.create_task(self._presence.run())
+            others = [presence]
+            try:
+                if not await self._load():
+                    return Exit.OK if self._stop.is_set() else Exit.ENGINE_NOT_STARTED
+                others.append(side.create_task(self._subscriber.run()))
+                others.append(side.create_task(self._publisher.run()))
+                return await self._serve()
+            finally:
+                for task in others:
+                    task.cancel()
+
+    async def _load(self) -> bool:
+        """Start the engine, unless stopped first."""
+        begun = time.monotonic()
+        start = asyncio.ensure_future(self._engine.start())
+        timeout_s = self._settings.start_timeout_s
+        await first(asyncio.shield(start), self._stop.wait(), timeout_s=timeout_s)
+        if not start.done():
+            start.cancel()
+            await asyncio.wait({start}, timeout=FLUSH_S)
+            log.warning("engine.not_started", reason="stopped or timed out")
+            return False
+        try:
+            start.result()
+        except EngineStartError as error:
+            log.error("engine.not_started", reason=str(error))
+            return False
+        engine = self._engine
+        self._presence.pool = self._settings.pool or engine.models[0].name
+        log.info(
+            "engine.started",
+            engine=engine.version,
+            model=engine.models[0].name,
+            seats=engine.seats,
+            took_s=round(time.monotonic() - begun, 1),
+        )
+        return True
+
+    async def _serve(self) -> Exit:
+        """Claim and run until told to stop or until the engine fails, then drain."""
+        pool, worker_id = self._presence.pool, self._settings.worker_id
+        nudges = Nudges(self._running, self._presence.beat_now)
+        self._subscriber.keep(self._keys.control(tag(pool, 0), worker_id), nudges)
+        self._claims.pool = pool
+        async with asyncio.TaskGroup() as runs:
+            self._runs = runs
+            claiming = runs.create_task(self._claims.run())
+            failed = runs.create_task(self._failed())
+            self._set_state("ready")
+            log.info("worker.ready", worker=worker_id, pool=pool)
+            await first(asyncio.shield(failed), self._stop.wait())
+            self._set_state("draining")
+            await self._stop_claiming(claiming)
+            if not failed.done():
+                await self._drain(failed)
+            code = Exit.OK
+            if failed.done():
+                log.error("engine.failed", reason=failed.result())
+                code = Exit.ENGINE_FAILED
+                for run in self._running.jobs.values():
+                    run.fail(failed.result())
+            failed.cancel()
+            await first(self._running.drained(), timeout_s=FLUSH_S)
+            if self._running.jobs:
+                log.error("jobs.left", jobs=len(self._running.jobs))
+                for task in self._run_tasks:
+                    task.cancel()
+        return code
+
+    async def _failed(self) -> str:
+        """Wait until the engine is of no more use, and return why."""
+        await first(self._engine.wait_failed(), self._presence.stalled.wait())
+        return "stalled" if self._presence.stalled.is_set() else await self._engine.wait_failed()
+
+    async def _stop_claiming(self, claiming: asyncio.Task[None]) -> None:
+        self._claims.stop()
+        await self._claims.unblock()
+        await first(asyncio.shield(claiming), timeout_s=2 * BLOCK_S)
+        claiming.cancel()
+
+    async def _drain(self, failed: asyncio.Task[str]) -> None:
+        """Let what runs finish; what is left after `drain_timeout_s` ends with an error."""
+        log.info("worker.draining", running=len(self._running.jobs))
+        timeout_s = self._settings.drain_timeout_s
+        await first(
+            self._running.drained(),
+            self._hurry.wait(),
+            asyncio.shield(failed),
+            timeout_s=timeout_s,
+        )
+        for run in self._running.jobs.values():
+            log.warning("job.drained", job=run.adopted.job.id)
+            run.stop("drained")
+
+    def _set_state(self, state: str) -> None:
+        self._presence.state = state
+        self._metrics.ready.set(state == "ready")
+        self._presence.beat_now()
+
+    def _begin(self, adopted: Adopted) -> None:
+        """Run a job that was just adopted."""
+        run = Run(adopted, self._engine, self._publisher)
+        self._running.add(run)
+        job = adopted.job
+        self._metrics.queue_wait.labels(job.lane).observe(adopted.waited_s)
+        log.info("job.adopted", job=job.id, lane=job.lane, attempt=adopted.attempts)
+        task = self._runs.create_task(self._run(run))
+        self._run_tasks.add(task)
+        task.add_done_callback(self._run_tasks.discard)
+
+    async def _run(self, run: Run) -> None:
+        end: End | None = None
+        try:
+            end = await run.execute()
+            self._running.free(run)
+            if end is not None:
+                run.outbox.finish(end)
+                await run.outbox.ended
+        finally:
+            self._running.remove(run)
+            self._settled(run, end)
+        await self._claims.unblock()
+
+    def _settled(self, run: Run, end: End | None) -> None:
+        """Count a run that is over."""
+        job, metrics = run.adopted.job, self._metrics
+        outcome = end.outcome if end is not None and not run.outbox.fenced else "fenced"
+        metrics.jobs.labels(job.lane, outcome).inc()
+        usage = run.call.usage
+        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
+        metrics.tokens.labels("completion").inc(usage.completion_tokens)
+        metrics.tokens.labels("cached").inc(usage.cached_tokens)
+        if run.stopped is not None:
+            phase = "decode" if usage.completion_tokens else "prefill"
+            metrics.cancels.labels(phase, run.stopped).inc()
+        log.info(
+            "job.ended",
+            job=job.id,
+            outcome=outcome,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+
+    def _measure(self) -> None:
+        """Bring the gauges up to date; once per beat."""
+        metrics, load = self._metrics, self._engine.load()
+        metrics.running.set(len(self._running.jobs))
+        metrics.waiting.set(load.waiting)
+        metrics.kv_usage.set(load.kv_usage)
+        metrics.seats.set(self._engine.seats)
+        metrics.publish_calls.inc(self._publisher.calls - self._counted[0])
+        metrics.frames.inc(self._publisher.frames - self._counted[1])
+        self._counted = (self._publisher.calls, self._publisher.frames)
+
+
+async def first(*waits: Awaitable[Any], timeout_s: float | None = None) -> None:
+    """Wait for the first of several to be done, or for the time-out; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
