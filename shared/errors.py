@@ -159,6 +159,12 @@ class WorkerLost(HeadraceError):
     retryable = True
 
 
+class Poisoned(HeadraceError):
+    """The request has cost more than one worker and is not tried again."""
+
+    code = "poisoned"
+
+
 class JobLost(HeadraceError):
     """The request was lost with the queue's data."""
 

@@ -15,6 +15,7 @@ from shared.errors import (
     Cancelled,
     HeadraceError,
     LanesLost,
+    Poisoned,
     QueueFull,
     QueueUnavailable,
     RequestTimeout,
@@ -27,6 +28,8 @@ MAX_TIMEOUT_S = 24 * 3600
 """The longest that a job may wait and run."""
 LANE_TTL_MS = 7 * 24 * 3600 * 1000
 EARLY_CANCEL_TTL_MS = 60_000
+DEAD_LENGTH = 1000
+"""Jobs that are kept in a pool's dead-letter."""
 LOG_PAGE = 200
 """Log entries read at once."""
 
@@ -67,6 +70,8 @@ class Adopted:
     """Until its deadline."""
     waited_s: float
     """Since its submission."""
+    strikes: int = 0
+    """Above 0: a worker was lost while it ran this job."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,16 @@ class LogPage:
     more: bool
 
 
-def _end_body(reason: Reason) -> bytes:
-    error: type[HeadraceError] = RequestTimeout if reason == "expired" else Cancelled
-    end = End(outcome=reason, code=error.code, message=error().message)
+def _end_body(outcome: str, error: type[HeadraceError]) -> bytes:
+    end = End(outcome=outcome, code=error.code, message=error().message)
     return protocol.encode(Frame(end=end))
 
 
-_END_BODIES: dict[Reason, bytes] = {r: _end_body(r) for r in ("cancelled", "expired")}
+_END_BODIES: dict[Reason, bytes] = {
+    "cancelled": _end_body("cancelled", Cancelled),
+    "expired": _end_body("expired", RequestTimeout),
+}
+_POISONED_BODY = _end_body("failed", Poisoned)
 
 
 @asynccontextmanager
@@ -148,11 +156,18 @@ class Transitions:
     """Typed calls of the scripts on one connection pool. Raises `QueueUnavailable`, `QueueFull`."""
 
     def __init__(
-        self, redis: Redis, keys: Keys, *, result_ttl_s: float, shebang: bool = True
+        self,
+        redis: Redis,
+        keys: Keys,
+        *,
+        result_ttl_s: float,
+        max_strikes: int = 2,
+        shebang: bool = True,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._result_ttl_ms = int(result_ttl_s * 1000)
+        self._max_strikes = max_strikes
         self._log_ttl_ms = MAX_TIMEOUT_S * 1000 + self._result_ttl_ms
         self._scripts = {name: Script(name, shebang=shebang) for name in NAMES}
 
@@ -187,81 +202,107 @@ class Transitions:
         """Create the consumer groups, at 0 so that nothing that waits is passed over."""
         async with translated():
             for job_tag in tags:
-                for lane in LANES:
-                    for stream in self._streams(job_tag, [lane]):
-                        try:
-                            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
-                        except ResponseError as error:
-                            if "BUSYGROUP" not in str(error):
-                                raise
-                        await self._redis.pexpire(stream, LANE_TTL_MS)
+                for stream in self._streams(job_tag):
+                    try:
+                        await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+                    except ResponseError as error:
+                        if "BUSYGROUP" not in str(error):
+                            raise
+                    await self._redis.pexpire(stream, LANE_TTL_MS)
 
-    def _streams(self, job_tag: str, lanes: Sequence[str]) -> list[str]:
-        """Return lane streams in order of urgency: what was handed back comes first."""
-        return [
-            key(job_tag, lane) for lane in lanes for key in (self._keys.returned, self._keys.lane)
-        ]
+    def _streams(
+        self, job_tag: str, lanes: Iterable[str] = LANES, *, returned: bool = True
+    ) -> dict[str, tuple[str, bool]]:
+        """Return stream → (lane, returned), in order of urgency: what was handed back first."""
+        streams = {}
+        for lane in lanes:
+            if returned:
+                streams[self._keys.returned(job_tag, lane)] = (lane, True)
+            streams[self._keys.lane(job_tag, lane)] = (lane, False)
+        return streams
 
-    async def claim(self, job_tag: str, limits: dict[str, int], worker: str) -> list[Claimed]:
+    async def claim(
+        self, job_tag: str, limits: dict[str, int], worker: str, *, returned: bool = True
+    ) -> list[Claimed]:
         """Take entries at once, lane by lane. `limits`: lane → the most to have in all after it.
 
-        Raises `LanesLost` after data loss: create the lanes again.
+        `returned`: also those that were handed back. Raises `LanesLost` after data loss: create the
+        lanes again.
         """
-        lanes = list(limits)
-        async with translated():
-            reply = await self._scripts["claim"](
-                self._redis,
-                self._streams(job_tag, lanes),
-                [worker, *(limit for limit in limits.values() for _ in range(2))],
-            )
-        return [
-            Claimed(job_tag, lanes[(index - 1) // 2], index % 2 == 1, entry, job_id.decode())
-            for index, entry, job_id in reply
-        ]
+        streams = self._streams(job_tag, limits, returned=returned)
+        ceilings = [limits[lane] for lane, _ in streams.values()]
+        reply = await self._call("claim", list(streams), [worker, *ceilings])
+        places = list(streams.values())
+        claimed = []
+        for index, entry, job_id in reply:
+            lane, back = places[index - 1]
+            claimed.append(Claimed(job_tag, lane, back, entry, job_id.decode()))
+        return claimed
 
-    async def pending(self, job_tag: str, worker: str) -> list[Claimed]:
-        """Return what a worker holds, also entries whose reply never reached it."""
+    async def pending(
+        self, job_tag: str, *, worker: str | None = None, idle_s: float = 0
+    ) -> list[Claimed]:
+        """Return entries that are claimed: a worker's own, or those whose lease has lapsed."""
         found = []
         async with translated():
-            for lane in LANES:
-                for index, stream in enumerate(self._streams(job_tag, [lane])):
-                    held: Any = await self._redis.xpending_range(
-                        stream, GROUP, "-", "+", LOG_PAGE, consumername=worker
-                    )
-                    for one in held:
-                        entry = one["message_id"]
-                        rows: Any = await self._redis.xrange(stream, entry, entry)
-                        job_id = rows[0][1][b"j"].decode() if rows else ""
-                        found.append(Claimed(job_tag, lane, index == 0, entry, job_id))
+            for stream, (lane, returned) in self._streams(job_tag).items():
+                held: Any = await self._redis.xpending_range(
+                    stream,
+                    GROUP,
+                    "-",
+                    "+",
+                    LOG_PAGE,
+                    consumername=worker,
+                    idle=int(idle_s * 1000) or None,
+                )
+                for one in held:
+                    entry = one["message_id"]
+                    rows: Any = await self._redis.xrange(stream, entry, entry)
+                    job_id = rows[0][1][b"j"].decode() if rows else ""
+                    found.append(Claimed(job_tag, lane, returned, entry, job_id))
         return found
 
     async def wait_claim(
-        self, redis: Redis, job_tag: str, lanes: Sequence[str], worker: str, block_s: float
+        self,
+        redis: Redis,
+        job_tag: str,
+        lanes: Sequence[str],
+        worker: str,
+        block_s: float,
+        *,
+        returned: bool = True,
     ) -> list[Claimed]:
         """Wait for an entry on a connection of its own; at most one from each stream.
 
         Ends early, with nothing, when another connection unblocks this one.
         """
-        streams = self._streams(job_tag, lanes)
+        streams = self._streams(job_tag, lanes, returned=returned)
         async with translated():
             reply: Any = await redis.xreadgroup(
                 GROUP, worker, dict.fromkeys(streams, ">"), count=1, block=int(block_s * 1000)
             )
-        claimed = []
-        for name, entries in reply or ():
-            index = streams.index(name.decode())
-            for entry, fields in entries:
-                job_id = fields.get(b"j", b"").decode()
-                claimed.append(Claimed(job_tag, lanes[index // 2], index % 2 == 0, entry, job_id))
-        return claimed
+        return [
+            Claimed(job_tag, *streams[name.decode()], entry, fields.get(b"j", b"").decode())
+            for name, entries in reply or ()
+            for entry, fields in entries
+        ]
 
-    async def adopt(self, claimed: Claimed, owner: str, worker: str) -> Adopted | str:
-        """Become a job's owner, or learn why it doesn't run: `expired`, `cancelled` or `gone`."""
+    async def adopt(
+        self, claimed: Claimed, owner: str, worker: str, *, idle_s: float = 0
+    ) -> Adopted | str:
+        """Become a job's owner, or learn why it doesn't run: `expired`, `cancelled`, `poisoned` or
+        `gone`. With `idle_s` take it over from an owner who is that late, or learn `held`.
+        """
         keys, job_id = self._keys, claimed.job_id
         key = keys.returned if claimed.returned else keys.lane
         reply = await self._call(
             "adopt",
-            [keys.job(job_id), keys.log(job_id), key(claimed.tag, claimed.lane)],
+            [
+                keys.job(job_id),
+                keys.log(job_id),
+                key(claimed.tag, claimed.lane),
+                keys.dead(claimed.tag),
+            ],
             [
                 claimed.entry,
                 owner,
@@ -270,12 +311,17 @@ class Transitions:
                 self._result_ttl_ms,
                 _END_BODIES["expired"],
                 _END_BODIES["cancelled"],
+                _POISONED_BODY,
+                int(idle_s * 1000),
+                self._max_strikes,
+                DEAD_LENGTH,
+                LANE_TTL_MS,
             ],
         )
         word = reply[0].decode()
         if word != "adopted":
             return str(word)
-        record, attempts, base, left_ms, waited_ms = reply[1:]
+        record, attempts, base, left_ms, waited_ms, strikes = reply[1:]
         return Adopted(
             protocol.decode_job(record),
             claimed,
@@ -284,6 +330,7 @@ class Transitions:
             base,
             left_ms / 1000,
             waited_ms / 1000,
+            strikes,
         )
 
     async def write(
@@ -367,21 +414,24 @@ class Transitions:
     async def beat(self, job_tag: str, worker: str, owned: Sequence[Adopted]) -> list[str]:
         """Renew the leases on a worker's jobs of one tag; per job `ok`, `cancelled`, `expired` or
         `fenced`."""
-        streams = self._streams(job_tag, LANES)
+        streams = self._streams(job_tag)
+        places = list(streams.values())
         args: list[Any] = [worker, len(streams)]
         for one in owned:
-            lane = LANES.index(one.claimed.lane)
-            args += [one.owner, 2 * lane + (1 if one.claimed.returned else 2)]
-        names = streams + [self._keys.job(one.job.id) for one in owned]
+            args += [one.owner, 1 + places.index((one.claimed.lane, one.claimed.returned))]
+        names = [*streams] + [self._keys.job(one.job.id) for one in owned]
         return [word.decode() for word in await self._call("beat", names, args)]
 
-    async def hand_back(self, adopted: Adopted) -> bool:
-        """Give a job back to the pool without blame; False if it was no longer this worker's."""
+    async def hand_back(self, adopted: Adopted, *, blame: bool = False) -> bool:
+        """Give a job back to the pool; False if it was no longer this worker's.
+
+        `blame` counts a strike against it: its engine failed while it ran.
+        """
         job = adopted.job
         reply = await self._call(
             "hand_back",
             [self._keys.job(job.id), *self._lanes(job.id, job.lane)],
-            [job.id, adopted.owner, LANE_TTL_MS],
+            [job.id, adopted.owner, LANE_TTL_MS, int(blame)],
         )
         return bool(reply[0] == b"ok")
 
@@ -405,7 +455,11 @@ class Transitions:
         """Return the number of jobs in each lane, queued and running."""
         async with translated():
             pipeline = self._redis.pipeline(transaction=False)
-            for stream in self._streams(job_tag, LANES):
+            streams = self._streams(job_tag)
+            for stream in streams:
                 pipeline.xlen(stream)
             lengths = await pipeline.execute()
-        return {lane: lengths[2 * i] + lengths[2 * i + 1] for i, lane in enumerate(LANES)}
+        depths = dict.fromkeys(LANES, 0)
+        for (lane, _), length in zip(streams.values(), lengths, strict=True):
+            depths[lane] += length
+        return depths

@@ -108,7 +108,8 @@ class Claims:
     async def _recover(self) -> None:
         """Create what is missing and adopt what is ours by a claim whose reply was lost."""
         await self._transitions.create_lanes([self._tag()])
-        for claimed in await self._transitions.pending(self._tag(), self._settings.worker_id):
+        worker = self._settings.worker_id
+        for claimed in await self._transitions.pending(self._tag(), worker=worker):
             if claimed.job_id not in self._running.jobs:
                 await self._adopt(claimed)
         self._client_id = await self._blocking.client_id()
@@ -121,37 +122,59 @@ class Claims:
             await self._running.changed(timeout_s=FULL_POLL_S)
             return
         worker = self._settings.worker_id
-        claimed = await self._transitions.claim(self._tag(), limits, worker)
+        # What was handed back may be suspect; while one suspect runs, no other is claimed.
+        returned = not self._running.suspect
+        claimed = await self._transitions.claim(self._tag(), limits, worker, returned=returned)
         if not claimed:
-            claimed = await self._wait(tuple(limits))
+            claimed = await self._wait(tuple(limits), returned)
         await asyncio.gather(*(self._adopt(one) for one in claimed))
 
-    async def _wait(self, lanes: tuple[str, ...]) -> list[Claimed]:
+    async def _wait(self, lanes: tuple[str, ...], returned: bool) -> list[Claimed]:
         self._blocked_on = lanes
         try:
             if self._stopping:
                 return []
             return await self._transitions.wait_claim(
-                self._blocking, self._tag(), lanes, self._settings.worker_id, BLOCK_S
+                self._blocking,
+                self._tag(),
+                lanes,
+                self._settings.worker_id,
+                BLOCK_S,
+                returned=returned,
             )
         finally:
             self._blocked_on = ()
 
-    async def _adopt(self, claimed: Claimed) -> None:
+    async def take_over(self, claimed: Claimed) -> bool:
+        """Adopt another worker's job whose lease has lapsed; False if there is no room now."""
+        if self._stopping or self._running.suspect or self._free(claimed.lane) <= 0:
+            return False
+        await self._adopt(claimed, idle_s=self._settings.lease_s)
+        return True
+
+    async def _adopt(self, claimed: Claimed, *, idle_s: float = 0) -> None:
         try:
             adopted = await self._transitions.adopt(
-                claimed, secrets.token_hex(8), self._settings.worker_id
+                claimed, secrets.token_hex(8), self._settings.worker_id, idle_s=idle_s
             )
         except QueueUnavailable:
             self._unsure = True
             raise
         if isinstance(adopted, str):
-            log.info("job.dropped", job=claimed.job_id, reason=adopted)
-        elif self._stopping or self._free(claimed.lane) <= 0:
+            if adopted != "held":
+                log.info("job.dropped", job=claimed.job_id, reason=adopted)
+        elif self._refuses(adopted):
             await self._transitions.hand_back(adopted)
             log.info("job.handed_back", job=claimed.job_id, lane=claimed.lane)
         else:
+            if adopted.strikes:
+                log.warning("job.taken_over", job=claimed.job_id, strikes=adopted.strikes)
             self._start(adopted)
+
+    def _refuses(self, adopted: Adopted) -> bool:
+        """Tell whether a job can't be started here now, though it was claimed."""
+        suspects = adopted.strikes > 0 and self._running.suspect
+        return self._stopping or suspects or self._free(adopted.claimed.lane) <= 0
 
 
 def reserve(seats: int, share: float) -> int:

@@ -46,6 +46,7 @@ class Presence:
         self._started_ms = int(time.time() * 1000)
         self._progress = -1
         self._progressed_at = 0.0
+        self._sound_since: float | None = None
         self.state = "starting"
         self.pool = settings.pool
         self.on_beat: Callable[[], None] = lambda: None
@@ -53,6 +54,11 @@ class Presence:
     def beat_now(self) -> None:
         """Don't wait for the next beat: something has changed."""
         self._now.set()
+
+    def sound(self) -> bool:
+        """Tell whether every beat has gone through for a whole lease."""
+        since = self._sound_since
+        return since is not None and time.monotonic() - since >= self._settings.lease_s
 
     async def run(self) -> None:
         """Beat until cancelled."""
@@ -62,9 +68,12 @@ class Presence:
                 if not self.stalled.is_set():
                     await self._beat_jobs()
                     await self._announce()
+                self._sound_since = self._sound_since or time.monotonic()
             except LanesLost:
+                self._sound_since = None
                 log.warning("beat.lanes_lost")
             except QueueUnavailable as error:
+                self._sound_since = None
                 log.warning("beat.failed", error=error.code)
             self.on_beat()
             try:

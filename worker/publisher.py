@@ -68,9 +68,9 @@ class Outbox:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def untouched(self) -> bool:
-        """Whether nothing of this attempt can have reached a client."""
-        return self._last == self.adopted.base and not self._items
+    def advanced(self) -> bool:
+        """Whether something of this attempt may have reached a client."""
+        return self._last > self.adopted.base
 
     def put_head(self, head: Head) -> None:
         """Add status and content type; they go with the first part."""

@@ -47,6 +47,11 @@ class Run:
         self._head_put = False
         self._complete = False
 
+    @property
+    def suspect(self) -> bool:
+        """Whether this job may be what killed its last worker: it hasn't got further since."""
+        return self.adopted.strikes > 0 and not self.outbox.advanced
+
     def stop(self, reason: str) -> None:
         """End the job as if its client had left. The first reason counts, but for `fenced`."""
         if self.stopped is None or reason == "fenced":

@@ -17,6 +17,11 @@ class Running:
         self._seated: set[Run] = set()
         self._changed = asyncio.Event()
 
+    @property
+    def suspect(self) -> bool:
+        """Whether one of them may be what killed another worker."""
+        return any(run.suspect for run in self._seated)
+
     def add(self, run: Run) -> None:
         self._seated.add(run)
         self.jobs[run.adopted.job.id] = run

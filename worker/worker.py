@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import start_http_server
 
 from shared.connection import connect, connect_blocking
-from shared.errors import QueueUnavailable
+from shared.errors import QueueUnavailable, WorkerLost
 from shared.keys import Keys, tag
 from shared.logs import Log
 from shared.protocol import End
@@ -32,9 +32,12 @@ from worker.publisher import Publisher
 from worker.run import Run
 from worker.running import Running
 from worker.settings import WorkerSettings
+from worker.takeover import Takeover
 
 log = Log("worker")
 
+BROKEN_S = 0.5
+"""An engine that dies is known to be dead so soon after its requests fail."""
 FLUSH_S = 10.0
 """Longest wait for the last frames to be written."""
 
@@ -79,6 +82,8 @@ class Worker:
         )
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._broken = asyncio.Event()
+        """Set when the engine is of no more use."""
         self._runs: asyncio.TaskGroup
         self._run_tasks: set[asyncio.Task[None]] = set()
         self._counted = (0, 0)
@@ -171,11 +176,16 @@ class Worker:
         async with asyncio.TaskGroup() as runs:
             self._runs = runs
             claiming = runs.create_task(self._claims.run())
+            takeover = Takeover(
+                self._settings, self._transitions, self._presence, self._claims.take_over
+            )
+            taking = runs.create_task(takeover.run())
             failed = runs.create_task(self._failed())
             self._set_state("ready")
             log.info("worker.ready", worker=worker_id, pool=pool)
             await first(asyncio.shield(failed), self._stop.wait())
             self._set_state("draining")
+            taking.cancel()
             await self._stop_claiming(claiming)
             if not failed.done():
                 await self._drain(failed)
@@ -196,7 +206,10 @@ class Worker:
     async def _failed(self) -> str:
         """Wait until the engine is of no more use, and return why."""
         await first(self._engine.wait_failed(), self._presence.stalled.wait())
-        return "stalled" if self._presence.stalled.is_set() else await self._engine.wait_failed()
+        stalled = self._presence.stalled.is_set()
+        reason = "stalled" if stalled else await self._engine.wait_failed()
+        self._broken.set()
+        return reason
 
     async def _stop_claiming(self, claiming: asyncio.Task[None]) -> None:
         self._claims.stop()
@@ -237,7 +250,7 @@ class Worker:
     async def _run(self, run: Run) -> None:
         end: End | None = None
         try:
-            end = await run.execute()
+            end = await self._execute(run)
             self._running.free(run)
             if end is not None:
                 run.outbox.finish(end)
@@ -247,10 +260,28 @@ class Worker:
             self._settled(run, end)
         await self._claims.unblock()
 
+    async def _execute(self, run: Run) -> End | None:
+        """Run a job; None where it goes on elsewhere."""
+        job = run.adopted.job
+        if run.adopted.base > 0 and job.stream:
+            lost = WorkerLost("The worker that streamed the answer was lost.")
+            return End(outcome="failed", code=lost.code, message=lost.message)
+        end = await run.execute()
+        if run.call.fault is None or run.stopped is not None or run.outbox.advanced:
+            return end
+        # Was it this request that failed, or the engine? That shows a moment later.
+        await first(self._broken.wait(), timeout_s=BROKEN_S)
+        if self._broken.is_set():
+            with contextlib.suppress(QueueUnavailable):
+                await self._transitions.hand_back(run.adopted, blame=True)
+                log.warning("job.handed_back", job=job.id, reason="engine failed")
+                return None
+        return end
+
     def _settled(self, run: Run, end: End | None) -> None:
         """Count a run that is over."""
         job, metrics = run.adopted.job, self._metrics
-        outcome = end.outcome if end is not None and not run.outbox.fenced else "fenced"
+        outcome = end.outcome if end is not None and not run.outbox.fenced else "elsewhere"
         metrics.jobs.labels(job.lane, outcome).inc()
         usage = run.call.usage
         metrics.tokens.labels("prompt").inc(usage.prompt_tokens)

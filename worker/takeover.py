@@ -1,0 +1,72 @@
+"""Takes over the jobs of workers that were lost: their leases have lapsed.
+
+Three rules keep a slow network from looking like death, and a poisonous job from condemning its
+neighbours: an entry must be found late twice, one beat apart; this worker's own link must have been
+sound for a whole lease; and a worker runs one suspect at a time, a job whose worker was lost, until
+that has got further than before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from shared.errors import LanesLost, QueueUnavailable
+from shared.keys import tag
+from shared.logs import Log
+from shared.transitions import Claimed, Transitions
+from worker.presence import Presence
+from worker.settings import WorkerSettings
+
+log = Log("takeover")
+
+NEXT_S = 0.005
+"""How soon to look whether the last suspect has got further, so that the next may come."""
+
+
+class Takeover:
+    """The loop that looks for late entries. `run()` is one of the worker's tasks."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        transitions: Transitions,
+        presence: Presence,
+        take: Callable[[Claimed], Awaitable[bool]],
+    ) -> None:
+        self._settings = settings
+        self._transitions = transitions
+        self._presence = presence
+        self._take = take
+        """Takes a job over; False where there is no room for it now."""
+        self._late: set[bytes] = set()
+
+    async def run(self) -> None:
+        """Look once a beat until cancelled."""
+        while True:
+            # Workers that look at the same moment would all go for the same entries.
+            await asyncio.sleep(self._settings.beat_s * random.uniform(0.75, 1.25))
+            try:
+                await self._look()
+            except LanesLost:
+                self._late.clear()
+            except QueueUnavailable:
+                self._late.clear()
+
+    async def _look(self) -> None:
+        if not self._presence.sound():
+            self._late.clear()
+            return
+        lease_s = self._settings.lease_s
+        pool_tag = tag(self._presence.pool, 0)
+        found = await self._transitions.pending(pool_tag, idle_s=lease_s)
+        late_before, self._late = self._late, {one.entry for one in found}
+        until = asyncio.get_running_loop().time() + lease_s
+        for claimed in found:
+            if claimed.entry not in late_before:
+                continue
+            while not await self._take(claimed):
+                if asyncio.get_running_loop().time() > until:
+                    return
+                await asyncio.sleep(NEXT_S)
