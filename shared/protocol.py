@@ -68,6 +68,10 @@ Item = bytes | tuple[bytes]
 """A part of the answer: `bytes` stand between the template's two halves, `(bytes,)` stand alone."""
 
 
+Delta = tuple[list[int], str | None, int | str | None]
+"""What one step of the engine added to an answer: token ids, finish reason, stop reason."""
+
+
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """What a job produced in one turn of its worker's loop."""
 
@@ -77,6 +81,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     template: tuple[bytes, bytes] | None = None
     """Beginning and end of the items from here on."""
     end: End | None = None
+    tokens: list[Delta] = []
+    """What the items were made from: another worker continues the answer from it."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

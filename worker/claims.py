@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Callable
 
+import msgspec
 from redis.asyncio import Redis
 
 from shared.errors import LanesLost, QueueUnavailable
@@ -160,6 +161,10 @@ class Claims:
         except QueueUnavailable:
             self._unsure = True
             raise
+        except msgspec.MsgspecError as error:
+            log.error("job.unreadable", job=claimed.job_id, error=str(error))
+            await self._transitions.cancel(claimed.job_id, claimed.lane, force=True)
+            return
         if isinstance(adopted, str):
             if adopted != "held":
                 log.info("job.dropped", job=claimed.job_id, reason=adopted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from shared import protocol
 from shared.errors import QueueFull, QueueUnavailable
 from shared.keys import tag_of
 from shared.logs import Log
-from shared.protocol import End, Frame, Head, Item
+from shared.protocol import Delta, End, Frame, Head, Item
 from shared.transitions import Adopted, Append, Finish, Transitions, Verdict
 from worker.template import Template
 
@@ -56,6 +56,7 @@ class Outbox:
         self._waiting_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
+        self._tokens: list[Delta] = []
         self._head: Head | None = None
         self._template: Template | None = None
         self._kept: deque[bytes] = deque(maxlen=KEPT_FRAMES)
@@ -72,15 +73,17 @@ class Outbox:
         """Whether something of this attempt may have reached a client."""
         return self._last > self.adopted.base
 
-    def put_head(self, head: Head) -> None:
-        """Add status and content type; they go with the first part."""
-        self._head = head
+    def put_head(self, head: Head, *, known: bool = False) -> None:
+        """Add status and content type; they go with the first part, unless they are known."""
+        if not known:
+            self._head = head
         if head.content_type.startswith("text/event-stream"):
             self._template = Template()
 
-    async def put(self, part: bytes) -> None:
-        """Add a part of the answer; waits while too much is unwritten."""
-        if self._template is not None and part.find(b"\n\n") == len(part) - 2:
+    async def put(self, part: bytes, tokens: Sequence[Delta] = ()) -> None:
+        """Add a part of the answer and what it was made from; waits while too much is unwritten."""
+        self._tokens += tokens
+        if self._template is not None:
             item = self._template.thin(part)
             if self._template.fresh is not None:
                 self._items.append(Switch(*self._template.fresh))
@@ -125,7 +128,9 @@ class Outbox:
                 size += len(item) if isinstance(item, bytes) else len(item[0])
             self._items.popleft()
         if items or (self._head is not None and self._end is not None):
-            self._unwritten.append(protocol.encode(Frame(items, self._head, template)))
+            frame = Frame(items, self._head, template, None, self._tokens)
+            self._unwritten.append(protocol.encode(frame))
+            self._tokens = []
             self._last += 1
             self._head = None
         if not self._items:

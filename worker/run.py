@@ -7,16 +7,18 @@ from typing import Any
 
 from shared.errors import (
     Cancelled,
+    Diverged,
     EngineFailed,
     HeadraceError,
     RequestTimeout,
     WorkerLost,
 )
 from shared.logs import Log
-from shared.protocol import End, Head, Usage
+from shared.protocol import Delta, End, Head, Usage
 from shared.transitions import Adopted
 from worker.engine.interface import CURRENT, Call, Engine, Message
 from worker.publisher import Outbox, Publisher
+from worker.resume import Past, Splice
 
 log = Log("run")
 
@@ -37,11 +39,14 @@ class Run:
         job = adopted.job
         self.adopted = adopted
         self.call = Call(job.id, max_tokens_given=job.max_tokens_given)
+        self._splice: Splice | None = None
+        self._untold: list[Delta] = []
+        self._diverged = False
         self.outbox = Outbox(adopted, publisher, self.stop)
         self.stopped: str | None = None
         """Why the job must not go on: `cancelled`, `expired`, `drained` or `fenced`."""
         self._engine = engine
-        self._stop = asyncio.Event()
+        self.stopping = asyncio.Event()
         self._body_given = False
         self._head: Head | None = None
         self._head_put = False
@@ -57,14 +62,19 @@ class Run:
         if self.stopped is None or reason == "fenced":
             self.stopped = reason
         self.outbox.discard()
-        self._stop.set()
+        self.stopping.set()
 
     def fail(self, reason: str) -> None:
         """End the job because its engine is of no more use."""
         if self.call.fault is None:
             self.call.fault = reason
         self.outbox.discard()
-        self._stop.set()
+        self.stopping.set()
+
+    def resume(self, past: Past) -> None:
+        """Continue an answer instead of beginning it."""
+        self.call.resume = past.tokens
+        self._splice = Splice(past)
 
     async def execute(self) -> End | None:
         """Run to the end and return it, or None if the job is no longer this worker's."""
@@ -72,7 +82,7 @@ class Run:
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(max(self.adopted.left_s, 0), self.stop, "expired")
         app = loop.create_task(self._application())
-        stop = loop.create_task(self._stop.wait())
+        stop = loop.create_task(self.stopping.wait())
         try:
             await asyncio.wait({app, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not app.done():
@@ -109,6 +119,9 @@ class Run:
             kind = _ENDS[self.stopped]
             outcome = "failed" if self.stopped == "drained" else self.stopped
             return End(outcome=outcome, code=kind.code, message=kind().message, usage=usage)
+        if self._diverged:
+            diverged = Diverged()
+            return End(outcome="failed", code=diverged.code, message=diverged.message, usage=usage)
         if self.call.fault is not None or error is not None or not self._complete:
             self.outbox.discard()
             failed = EngineFailed()
@@ -143,11 +156,11 @@ class Run:
         if not self._body_given:
             self._body_given = True
             return {"type": "http.request", "body": self.adopted.job.body, "more_body": False}
-        await self._stop.wait()
+        await self.stopping.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        if self.stopped is not None or self.call.fault is not None:
+        if self.stopped is not None or self.call.fault is not None or self._diverged:
             return
         if message["type"] == "http.response.start":
             content_type = next(
@@ -158,8 +171,26 @@ class Run:
             if self._head is not None and not self._head_put:
                 # Not before the first part: a fault until then can still become a status.
                 self._head_put = True
-                self.outbox.put_head(self._head)
+                self.outbox.put_head(self._head, known=self._splice is not None)
             if body := message.get("body"):
-                await self.outbox.put(bytes(body))
+                await self._put(bytes(body))
             if not message.get("more_body"):
                 self._complete = True
+
+    async def _put(self, part: bytes) -> None:
+        """Add a part, unless an earlier attempt has said it already."""
+        deltas = self.call.deltas
+        tokens = deltas.copy()
+        deltas.clear()
+        if self._splice is not None:
+            try:
+                new = self._splice.pass_on(part)
+            except Diverged:
+                self._diverged = True
+                self.stopping.set()
+                return
+            if new is None:
+                self._untold += tokens
+                return
+            part, tokens, self._untold = new, self._untold + tokens, []
+        await self.outbox.put(part, tokens)

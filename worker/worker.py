@@ -9,35 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
 from enum import IntEnum
-from typing import Any
 
 from prometheus_client import start_http_server
 
 from shared.connection import connect, connect_blocking
-from shared.errors import QueueUnavailable, WorkerLost
+from shared.errors import QueueUnavailable
 from shared.keys import Keys, tag
 from shared.logs import Log
-from shared.protocol import End
 from shared.pubsub import Subscriber
 from shared.registry import Registry
-from shared.transitions import Adopted, Transitions
+from shared.transitions import Transitions
 from worker.cancellation import Nudges
 from worker.claims import BLOCK_S, Claims
 from worker.engine.interface import Engine, EngineStartError
+from worker.jobs import Jobs
 from worker.metrics import WorkerMetrics
 from worker.presence import Presence
 from worker.publisher import Publisher
-from worker.run import Run
 from worker.running import Running
 from worker.settings import WorkerSettings
 from worker.takeover import Takeover
+from worker.waiting import first
 
 log = Log("worker")
 
-BROKEN_S = 0.5
-"""An engine that dies is known to be dead so soon after its requests fail."""
 FLUSH_S = 10.0
 """Longest wait for the last frames to be written."""
 
@@ -71,6 +67,7 @@ class Worker:
         self._presence = Presence(settings, engine, self._registry, beats, self._running)
         self._presence.on_beat = self._measure
         self._subscriber = Subscriber(settings, name=f"{name}-control", ack_timeout_s=2)
+        self._jobs = Jobs(engine, self._transitions, self._publisher, self._running, metrics)
         self._claims = Claims(
             settings,
             engine,
@@ -78,14 +75,11 @@ class Worker:
             self._blocking,
             self._redis,
             self._running,
-            self._begin,
+            self._jobs.begin,
         )
+        self._jobs.freed = self._claims.unblock
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._broken = asyncio.Event()
-        """Set when the engine is of no more use."""
-        self._runs: asyncio.TaskGroup
-        self._run_tasks: set[asyncio.Task[None]] = set()
         self._counted = (0, 0)
 
     def stop(self) -> None:
@@ -174,7 +168,7 @@ class Worker:
         self._subscriber.keep(self._keys.control(tag(pool, 0), worker_id), nudges)
         self._claims.pool = pool
         async with asyncio.TaskGroup() as runs:
-            self._runs = runs
+            self._jobs.group = runs
             claiming = runs.create_task(self._claims.run())
             takeover = Takeover(
                 self._settings, self._transitions, self._presence, self._claims.take_over
@@ -199,8 +193,7 @@ class Worker:
             await first(self._running.drained(), timeout_s=FLUSH_S)
             if self._running.jobs:
                 log.error("jobs.left", jobs=len(self._running.jobs))
-                for task in self._run_tasks:
-                    task.cancel()
+                self._jobs.cancel()
         return code
 
     async def _failed(self) -> str:
@@ -208,7 +201,7 @@ class Worker:
         await first(self._engine.wait_failed(), self._presence.stalled.wait())
         stalled = self._presence.stalled.is_set()
         reason = "stalled" if stalled else await self._engine.wait_failed()
-        self._broken.set()
+        self._jobs.broken.set()
         return reason
 
     async def _stop_claiming(self, claiming: asyncio.Task[None]) -> None:
@@ -236,68 +229,6 @@ class Worker:
         self._metrics.ready.set(state == "ready")
         self._presence.beat_now()
 
-    def _begin(self, adopted: Adopted) -> None:
-        """Run a job that was just adopted."""
-        run = Run(adopted, self._engine, self._publisher)
-        self._running.add(run)
-        job = adopted.job
-        self._metrics.queue_wait.labels(job.lane).observe(adopted.waited_s)
-        log.info("job.adopted", job=job.id, lane=job.lane, attempt=adopted.attempts)
-        task = self._runs.create_task(self._run(run))
-        self._run_tasks.add(task)
-        task.add_done_callback(self._run_tasks.discard)
-
-    async def _run(self, run: Run) -> None:
-        end: End | None = None
-        try:
-            end = await self._execute(run)
-            self._running.free(run)
-            if end is not None:
-                run.outbox.finish(end)
-                await run.outbox.ended
-        finally:
-            self._running.remove(run)
-            self._settled(run, end)
-        await self._claims.unblock()
-
-    async def _execute(self, run: Run) -> End | None:
-        """Run a job; None where it goes on elsewhere."""
-        job = run.adopted.job
-        if run.adopted.base > 0 and job.stream:
-            lost = WorkerLost("The worker that streamed the answer was lost.")
-            return End(outcome="failed", code=lost.code, message=lost.message)
-        end = await run.execute()
-        if run.call.fault is None or run.stopped is not None or run.outbox.advanced:
-            return end
-        # Was it this request that failed, or the engine? That shows a moment later.
-        await first(self._broken.wait(), timeout_s=BROKEN_S)
-        if self._broken.is_set():
-            with contextlib.suppress(QueueUnavailable):
-                await self._transitions.hand_back(run.adopted, blame=True)
-                log.warning("job.handed_back", job=job.id, reason="engine failed")
-                return None
-        return end
-
-    def _settled(self, run: Run, end: End | None) -> None:
-        """Count a run that is over."""
-        job, metrics = run.adopted.job, self._metrics
-        outcome = end.outcome if end is not None and not run.outbox.fenced else "elsewhere"
-        metrics.jobs.labels(job.lane, outcome).inc()
-        usage = run.call.usage
-        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
-        metrics.tokens.labels("completion").inc(usage.completion_tokens)
-        metrics.tokens.labels("cached").inc(usage.cached_tokens)
-        if run.stopped is not None:
-            phase = "decode" if usage.completion_tokens else "prefill"
-            metrics.cancels.labels(phase, run.stopped).inc()
-        log.info(
-            "job.ended",
-            job=job.id,
-            outcome=outcome,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-        )
-
     def _measure(self) -> None:
         """Bring the gauges up to date; once per beat."""
         metrics, load = self._metrics, self._engine.load()
@@ -308,13 +239,3 @@ class Worker:
         metrics.publish_calls.inc(self._publisher.calls - self._counted[0])
         metrics.frames.inc(self._publisher.frames - self._counted[1])
         self._counted = (self._publisher.calls, self._publisher.frames)
-
-
-async def first(*waits: Awaitable[Any], timeout_s: float | None = None) -> None:
-    """Wait for the first of several to be done, or for the time-out; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

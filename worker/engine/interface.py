@@ -19,6 +19,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
+Delta = tuple[list[int], str | None, int | str | None]
+"""Token ids, finish reason and stop reason of one step; as in `shared.protocol`."""
+
+
 class EngineStartError(Exception):
     """The engine could not be started; the message says why and what to change."""
 
@@ -63,6 +67,9 @@ class Call:
     job_id: str
     max_tokens_given: bool = True
     """False when the body sets no limit: the worker's default applies, not the model's length."""
+    resume: list[Delta] | None = None
+    """What earlier attempts have generated. The engine goes through it again without computing it,
+    so that the application says again what it said, and then continues."""
 
     usage: Usage = field(default_factory=Usage)
     fault: str | None = None
@@ -71,6 +78,10 @@ class Call:
     Whatever the application says after that (an answer that looks complete, a 500) must not reach
     the client as the model's answer.
     """
+    deltas: list[Delta] = field(default_factory=list)
+    """What each step added, in the order in which the application saw it, for answers that another
+    worker could continue (`Engine.resumable`). The worker takes from it whenever the application
+    sends; after `resume` comes only what is new."""
     tokens: list[list[int]] = field(default_factory=list)
     """Token ids generated so far, one list per engine request of the job, in order of arrival."""
 
@@ -92,6 +103,9 @@ class Engine(Protocol):
 
     async def start(self) -> None:
         """Load the model and answer one warm-up request. Raises `EngineStartError`."""
+
+    def resumable(self, path: str, body: bytes) -> bool:
+        """Tell whether `Call.resume` can carry this request's answer over to this engine."""
 
     def load(self) -> Load:
         """Return the load as of the last step, from memory, without awaiting."""

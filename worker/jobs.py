@@ -1,0 +1,140 @@
+"""Runs adopted jobs, each in a task of its own, and sees every one of them to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from shared.errors import EngineFailed, QueueUnavailable, WorkerLost
+from shared.logs import Log
+from shared.protocol import End
+from shared.transitions import Adopted, Transitions
+from worker.engine.interface import Engine
+from worker.metrics import WorkerMetrics
+from worker.publisher import Publisher
+from worker.resume import Past
+from worker.run import Run
+from worker.running import Running
+from worker.waiting import first
+
+log = Log("jobs")
+
+BROKEN_S = 0.5
+"""An engine that dies is known to be dead so soon after its requests fail."""
+
+
+class Jobs:
+    """The tasks of this worker's jobs. `freed` is called whenever seats have become free."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transitions: Transitions,
+        publisher: Publisher,
+        running: Running,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._engine = engine
+        self._transitions = transitions
+        self._publisher = publisher
+        self._running = running
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.group: asyncio.TaskGroup
+        """Where the jobs' tasks live."""
+        self.freed: Callable[[], Awaitable[None]]
+        self.broken = asyncio.Event()
+        """Set when the engine is of no more use."""
+
+    def cancel(self) -> None:
+        """Give up what is left: its leases lapse, and others take it over."""
+        for task in self._tasks:
+            task.cancel()
+
+    def begin(self, adopted: Adopted) -> None:
+        """Run a job that was just adopted."""
+        run = Run(adopted, self._engine, self._publisher)
+        self._running.add(run)
+        job = adopted.job
+        self._metrics.queue_wait.labels(job.lane).observe(adopted.waited_s)
+        log.info("job.adopted", job=job.id, lane=job.lane, attempt=adopted.attempts)
+        task = self.group.create_task(self._run(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, run: Run) -> None:
+        end: End | None = None
+        try:
+            try:
+                end = await self._execute(run)
+            except Exception:
+                # One job must not take the others along.
+                log.error("job.broke", job=run.adopted.job.id, exc=True)
+                failed = EngineFailed()
+                end = End(outcome="failed", code=failed.code, message=failed.message)
+            self._running.free(run)
+            if end is not None:
+                run.outbox.finish(end)
+                await run.outbox.ended
+        finally:
+            self._running.remove(run)
+            self._settled(run, end)
+        await self.freed()
+
+    async def _execute(self, run: Run) -> End | None:
+        """Run a job; None where it goes on elsewhere."""
+        job = run.adopted.job
+        if run.adopted.base > 0 and not await self._continue(run):
+            lost = WorkerLost("The worker that streamed the answer was lost.")
+            return End(outcome="failed", code=lost.code, message=lost.message)
+        end = await run.execute()
+        if run.call.fault is None or run.stopped is not None or run.outbox.advanced:
+            return end
+        # Was it this request that failed, or the engine? That shows a moment later.
+        await first(self.broken.wait(), timeout_s=BROKEN_S)
+        if self.broken.is_set():
+            with contextlib.suppress(QueueUnavailable):
+                await self._transitions.hand_back(run.adopted, blame=True)
+                log.warning("job.handed_back", job=job.id, reason="engine failed")
+                return None
+        return end
+
+    async def _continue(self, run: Run) -> bool:
+        """Have a run go on where an earlier attempt was cut; False if that can't be done."""
+        job = run.adopted.job
+        if not job.stream:
+            return True  # The gateway holds the answer back until it is whole: begin again.
+        if not self._engine.resumable(job.path, job.body):
+            return False
+        while True:
+            try:
+                past = await Past.read(self._transitions, run.adopted)
+                break
+            except QueueUnavailable:
+                await first(run.stopping.wait(), timeout_s=0.2)
+                if run.stopping.is_set():
+                    return False
+        if past.whole:
+            run.resume(past)
+        return past.whole
+
+    def _settled(self, run: Run, end: End | None) -> None:
+        """Count a run that is over."""
+        job, metrics = run.adopted.job, self._metrics
+        outcome = end.outcome if end is not None and not run.outbox.fenced else "elsewhere"
+        metrics.jobs.labels(job.lane, outcome).inc()
+        usage = run.call.usage
+        metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
+        metrics.tokens.labels("completion").inc(usage.completion_tokens)
+        metrics.tokens.labels("cached").inc(usage.cached_tokens)
+        if run.stopped is not None:
+            phase = "decode" if usage.completion_tokens else "prefill"
+            metrics.cancels.labels(phase, run.stopped).inc()
+        log.info(
+            "job.ended",
+            job=job.id,
+            outcome=outcome,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
