@@ -246,21 +246,26 @@ class Transitions:
         found = []
         async with translated():
             for stream, (lane, returned) in self._streams(job_tag).items():
-                held: Any = await self._redis.xpending_range(
-                    stream,
-                    GROUP,
-                    "-",
-                    "+",
-                    LOG_PAGE,
-                    consumername=worker,
-                    idle=int(idle_s * 1000) or None,
-                )
-                for one in held:
-                    entry = one["message_id"]
-                    rows: Any = await self._redis.xrange(stream, entry, entry)
-                    job_id = rows[0][1][b"j"].decode() if rows else ""
+                async for entry, job_id in self._held(stream, worker, int(idle_s * 1000)):
                     found.append(Claimed(job_tag, lane, returned, entry, job_id))
         return found
+
+    async def _held(
+        self, stream: str, worker: str | None, idle_ms: int
+    ) -> AsyncIterator[tuple[bytes, str]]:
+        """Yield the claimed entries of a stream, page by page, with their jobs."""
+        start = "-"
+        while True:
+            page: Any = await self._redis.xpending_range(
+                stream, GROUP, start, "+", LOG_PAGE, consumername=worker, idle=idle_ms or None
+            )
+            for one in page:
+                entry = one["message_id"]
+                rows: Any = await self._redis.xrange(stream, entry, entry)
+                yield entry, rows[0][1][b"j"].decode() if rows else ""
+            if len(page) < LOG_PAGE:
+                return
+            start = f"({page[-1]['message_id'].decode()}"
 
     async def wait_claim(
         self,
