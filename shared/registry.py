@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from shared import protocol
 from shared.keys import Keys
 from shared.protocol import ModelRecord, WorkerRecord
+from shared.scripts import Script
 from shared.transitions import translated
 
 MODELS_TTL_MS = 7 * 24 * 3600 * 1000
@@ -40,26 +41,23 @@ class Snapshot:
 class Registry:
     """Reads and writes the registry. Raises `QueueUnavailable`."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, shebang: bool = True) -> None:
         self._redis = redis
         self._keys = keys
+        self._announce = Script("announce", shebang=shebang)
 
     async def announce(
         self, worker: WorkerRecord, models: Sequence[ModelRecord], lease_s: float
     ) -> None:
         """Say that a worker is there, until its lease ends. `models` may be empty before start."""
         keys = self._keys
+        names = [keys.worker(worker.id), keys.workers(), keys.models()]
+        args: list[Any] = [worker.id, protocol.encode(worker), int(lease_s * 1000)]
+        args += [WORKERS_TTL_MS, MODELS_TTL_MS]
+        for model in models:
+            args += [model.name, protocol.encode(model)]
         async with translated():
-            pipeline = self._redis.pipeline(transaction=False)
-            lease_ms = int(lease_s * 1000)
-            pipeline.set(keys.worker(worker.id), protocol.encode(worker), px=lease_ms)
-            pipeline.sadd(keys.workers(), worker.id)
-            pipeline.pexpire(keys.workers(), WORKERS_TTL_MS)
-            if models:
-                records: dict[Any, Any] = {m.name: protocol.encode(m) for m in models}
-                pipeline.hset(keys.models(), mapping=records)
-                pipeline.pexpire(keys.models(), MODELS_TTL_MS)
-            await pipeline.execute()
+            await self._announce(self._redis, names, args)
 
     async def leave(self, worker_id: str) -> None:
         """Say that a worker is gone."""

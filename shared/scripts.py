@@ -19,7 +19,18 @@ _ENDS_JOBS = frozenset({"adopt", "cancel", "finish"})
 _REFUSED_WHEN_FULL = frozenset({"submit"})
 """At `maxmemory` new work is refused; everything that ends, frees or goes on must get through."""
 
-NAMES = ("submit", "claim", "adopt", "publish", "finish", "cancel", "beat", "hand_back")
+NAMES = (
+    "submit",
+    "create_lanes",
+    "claim",
+    "adopt",
+    "publish",
+    "finish",
+    "cancel",
+    "beat",
+    "hand_back",
+)
+"""The transitions. `announce` is the registry's."""
 
 Args = Sequence[Any]
 

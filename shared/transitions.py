@@ -200,15 +200,8 @@ class Transitions:
 
     async def create_lanes(self, tags: Iterable[str]) -> None:
         """Create the consumer groups, at 0 so that nothing that waits is passed over."""
-        async with translated():
-            for job_tag in tags:
-                for stream in self._streams(job_tag):
-                    try:
-                        await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
-                    except ResponseError as error:
-                        if "BUSYGROUP" not in str(error):
-                            raise
-                    await self._redis.pexpire(stream, LANE_TTL_MS)
+        for job_tag in tags:
+            await self._call("create_lanes", list(self._streams(job_tag)), [LANE_TTL_MS])
 
     def _streams(
         self, job_tag: str, lanes: Iterable[str] = LANES, *, returned: bool = True
