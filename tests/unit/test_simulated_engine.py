@@ -613,6 +613,59 @@ async def test_fault_slow_and_tokens(start: Start) -> None:
     assert 0.095 <= call.times[-1] - call.times[0] < 2
 
 
+# --- continuing what another worker began ---
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 19, 20])
+async def test_a_resumed_stream_says_the_same_again_and_goes_on(start: Start, at: int) -> None:
+    engine = await start()
+    body = stream("hello", max_tokens=20, stream_options={"include_usage": True})
+    headers = {"content-type": "application/json", "x-request-id": "J"}
+    first = Call("J")
+    whole = await request(engine.app, CHAT, body, headers=headers, call=first)
+    assert [tokens for tokens, _, _ in first.deltas] == [[t] for t in first.tokens[0]]
+    assert [finish for _, finish, _ in first.deltas] == [None] * 19 + ["length"]
+
+    steps = engine.progress()
+    second = Call("J", resume=first.deltas[:at])
+    again = await request(engine.app, CHAT, body, headers=headers, call=second)
+    assert again.events == whole.events
+    assert second.deltas == first.deltas[at:]
+    assert second.usage == first.usage
+    assert second.tokens == first.tokens
+    assert engine.progress() - steps == 20 - at
+    assert engine.load() == IDLE
+
+
+async def test_deltas_come_with_their_events(start: Start) -> None:
+    engine = await start(tpot_ms=5)
+    call = Call("J")
+    async with AppCall(engine.app, CHAT, stream("x", max_tokens=100), call=call) as running:
+        running.hold()
+        await asyncio.sleep(0.05)
+        assert call.usage.completion_tokens > 1
+        assert call.deltas == []
+        running.release()
+        await running.wait_events(10)
+        assert len(call.deltas) <= len(running.events)
+
+
+async def test_what_can_be_resumed(start: Start) -> None:
+    engine = await start()
+
+    def resumable(path: str, **body: Any) -> bool:
+        return engine.resumable(path, json.dumps(body).encode())
+
+    assert resumable(CHAT, **chat("x"))
+    assert resumable(CHAT, **chat("x", n=1))
+    assert not resumable(CHAT, **chat("x", n=2))
+    assert resumable("/v1/completions", prompt="x")
+    assert resumable("/v1/completions", prompt=[1, 2])
+    assert not resumable("/v1/completions", prompt=["x", "y"])
+    assert not resumable("/v1/embeddings", input="x")
+    assert not engine.resumable(CHAT, b"{")
+
+
 # --- start and end ---
 
 

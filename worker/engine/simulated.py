@@ -48,6 +48,8 @@ class SimulatedSettings(BaseSettings):
     """Answers end by themselves after so many tokens; unset, they run into their limit."""
     faults: bool = False
     """Whether requests may ask for faults (see `simulated_faults`)."""
+    stamps: bool = False
+    """Whether a token's text is the moment of its step, ` @<CLOCK_MONOTONIC in ns>`, in streams."""
     created: int | None = None
     """The `created` of every answer; unset, the time of the request."""
 
@@ -95,14 +97,15 @@ class SimulatedEngine:
             answer_tokens=settings.answer_tokens,
             embedding_size=settings.embedding_size,
         )
-        endpoints = Endpoints(
+        self._endpoints = Endpoints(
             self._batch,
             self.models,
             limits,
             faults=settings.faults,
             created=settings.created,
+            stamps=settings.stamps,
         )
-        self.app: App = SimulatedApp(endpoints.table())
+        self.app: App = SimulatedApp(self._endpoints.table())
 
     async def start(self) -> None:
         settings = self._settings
@@ -115,6 +118,9 @@ class SimulatedEngine:
         await asyncio.sleep(settings.load_s)
         self._loop = asyncio.create_task(self._batch.run(), name="simulated-steps")
         self._loop.add_done_callback(self._stepped_out)
+
+    def resumable(self, path: str, body: bytes) -> bool:
+        return self._endpoints.resumable(path, body)
 
     def load(self) -> Load:
         batch = self._batch

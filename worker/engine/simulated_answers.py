@@ -7,7 +7,7 @@ that it set, null ones too, and leaves `usage` out of every event but the last.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -50,6 +50,7 @@ class Answer(ABC):
         logprobs: int | None,
         usage_chunk: bool,
         usage_throughout: bool,
+        clock: Callable[[], int] | None = None,
     ) -> None:
         self.id = f"{self.prefix}-{request_id}"
         self.created = created
@@ -60,6 +61,8 @@ class Answer(ABC):
         """Alternatives to tell per token, or None."""
         self.usage_chunk = usage_chunk
         self.usage_throughout = usage_throughout
+        self._clock = clock
+        """Gives the moment that an event shows in its word's place."""
         self._counts = [0] * choices
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._plain = None if usage_throughout or logprobs is not None else self._templates()
@@ -87,7 +90,8 @@ class Answer(ABC):
             self._counts[index] += 1
         if self._plain is not None and token is not None and finish is None:
             head, tail = self._plain[index]
-            return head + JSON_PIECES[token] + tail
+            word_json = JSON_PIECES[token] if self._clock is None else b'" @%d"' % self._clock()
+            return head + word_json + tail
         text = "" if token is None else word(token)
         fields = self._envelope([self.stream_choice(output, text)])
         if self.usage_throughout:

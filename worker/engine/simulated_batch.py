@@ -72,6 +72,8 @@ class Batch:
         self._on_death = on_death
 
         self.steps = 0
+        self.stepped_at_ns = 0
+        """When the last step began, on the monotonic clock."""
         self.kv_used = 0
         self._dead: str | None = None
         self._hung = False
@@ -176,6 +178,7 @@ class Batch:
 
     def _step(self, now: float) -> None:
         self.steps += 1
+        self.stepped_at_ns = time.monotonic_ns()
         due = now + _EARLY_S
         turn: list[tuple[Sequence, float]] = []
         while self._timed and self._timed[0][0] <= due:

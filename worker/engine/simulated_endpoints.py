@@ -1,21 +1,15 @@
-"""What the simulated engine answers at each path: it plans sequences and writes their outputs.
-
-As in vLLM, a stream's 200 goes out before its first token, and each event is a body message of its
-own; what fails after that is an event, what fails before is a status.
-"""
+"""What the simulated engine answers at each path, from a request to the sequences that it needs."""
 
 from __future__ import annotations
 
 import base64
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker.engine.interface import Model
 from worker.engine.simulated_answers import (
-    DONE,
     Answer,
     ChatAnswer,
     CompletionAnswer,
@@ -25,8 +19,9 @@ from worker.engine.simulated_answers import (
 from worker.engine.simulated_app import Endpoint, Exchange
 from worker.engine.simulated_batch import Batch
 from worker.engine.simulated_batch import Sequence as Generated
+from worker.engine.simulated_delivery import collect, stream
 from worker.engine.simulated_faults import NO_FAULTS, Faults, FaultSyntaxError, read_faults
-from worker.engine.simulated_outputs import GenerationError, Output, Outputs
+from worker.engine.simulated_outputs import Outputs
 from worker.engine.simulated_requests import (
     ChatRequest,
     CompletionRequest,
@@ -72,12 +67,14 @@ class Endpoints:
         *,
         faults: bool,
         created: int | None,
+        stamps: bool = False,
     ) -> None:
         self._batch = batch
         self._models = models
         self._limits = limits
         self._faults = faults
         self._created = created
+        self._clock = (lambda: batch.stepped_at_ns) if stamps else None
 
     def table(self) -> dict[tuple[str, str], Endpoint]:
         return {
@@ -117,7 +114,7 @@ class Endpoints:
             )
         total = sum(sequence.prompt_tokens for sequence in sequences)
         _count_prompt(exchange, total)
-        if await exchange.while_connected(self._collect(sequences, outputs)) is None:
+        if await exchange.while_connected(collect(self._batch, sequences, outputs)) is None:
             await exchange.send_json(None)
             return
         vectors: list[list[float] | str] = []
@@ -127,6 +124,18 @@ class Endpoints:
         await exchange.send_json(
             embedding_fields(exchange.request_id, self._now(), model, vectors, total)
         )
+
+    def resumable(self, path: str, body: bytes) -> bool:
+        """Tell whether a lost stream can be continued here: as with vLLM, one answer at a time."""
+        try:
+            if path == "/v1/chat/completions":
+                return (decode(ChatRequest, body).n or 1) == 1
+            if path == "/v1/completions":
+                request = decode(CompletionRequest, body)
+                return (request.n or 1) == 1 and len(prompt_texts(request.prompt)) == 1
+        except RequestError:
+            pass
+        return False
 
     async def tokenize(self, exchange: Exchange) -> None:
         request = decode(TokenizeRequest, exchange.body)
@@ -179,11 +188,14 @@ class Endpoints:
             logprobs=logprobs,
             usage_chunk=request.usage_chunk,
             usage_throughout=request.usage_throughout,
+            clock=self._clock,
         )
         if request.stream:
-            await exchange.while_connected(self._stream(exchange, answer, sequences, outputs))
+            await exchange.while_connected(
+                stream(self._batch, exchange, answer, sequences, outputs)
+            )
             return
-        collected = await exchange.while_connected(self._collect(sequences, outputs))
+        collected = await exchange.while_connected(collect(self._batch, sequences, outputs))
         await exchange.send_body(b"null" if collected is None else answer.body(collected))
 
     def _plan(
@@ -224,58 +236,6 @@ class Endpoints:
             )
             for choice in range(request.n or 1)
         ]
-
-    async def _stream(
-        self, exchange: Exchange, answer: Answer, sequences: list[Generated], outputs: Outputs
-    ) -> None:
-        send_event = exchange.send_event
-        with self._submitted(sequences):
-            await exchange.start_stream()
-            try:
-                left = len(sequences)
-                events = answer.opening()
-                while left:
-                    for output in await outputs.take():
-                        left -= output.finish is not None
-                        events.append(answer.event(output))
-                    for event in events:
-                        await send_event(event)
-                    events = []
-                if answer.usage_chunk:
-                    await exchange.send_event(answer.usage_event())
-            except GenerationError as error:
-                failure = RequestError(500, str(error), kind="InternalServerError")
-                await exchange.send_event(failure.event())
-            await exchange.send_event(DONE)
-            await exchange.end_stream()
-
-    async def _collect(self, sequences: list[Generated], outputs: Outputs) -> list[list[Output]]:
-        """Wait for all sequences to end and return what each produced."""
-        collected: list[list[Output]] = [[] for _ in sequences]
-        with self._submitted(sequences):
-            left = len(sequences)
-            while left:
-                try:
-                    ready = await outputs.take()
-                except GenerationError as error:
-                    raise RequestError(500, str(error), kind="InternalServerError") from None
-                for output in ready:
-                    left -= output.finish is not None
-                    collected[output.choice].append(output)
-        return collected
-
-    @contextmanager
-    def _submitted(self, sequences: list[Generated]) -> Iterator[None]:
-        """Have the sequences generated for as long as somebody is there to take the outputs."""
-        try:
-            for sequence in sequences:
-                if sequence.call is not None and sequence.limit:
-                    sequence.call.tokens.append(sequence.tokens)
-                self._batch.submit(sequence)
-            yield
-        finally:
-            for sequence in sequences:
-                self._batch.remove(sequence)
 
     def _model(self, name: str | None) -> str:
         if not name:

@@ -21,7 +21,8 @@ class Output(NamedTuple):
 
     choice: int
     token: int | None
-    finish: Finish | None
+    finish: str | None
+    """A `Finish`, or what the log of an earlier attempt says."""
 
 
 class Outputs:
