@@ -105,7 +105,13 @@ class Outbox:
         self._publisher.mark(self)
 
     def discard(self) -> None:
-        """Forget what isn't in a frame yet: after a cancel nothing more goes out."""
+        """Forget what isn't in a frame yet: after a cancel nothing more goes out.
+
+        Not once the end is there: an answer that counts as completed must be whole.
+        """
+        if self._end is not None and not self.fenced:
+            return
+        self._head = None
         self._items.clear()
         self._waiting_bytes = 0
         self._room.set()

@@ -58,10 +58,14 @@ class Run:
         return self.adopted.strikes > 0 and not self.outbox.advanced
 
     def stop(self, reason: str) -> None:
-        """End the job as if its client had left. The first reason counts, but for `fenced`."""
+        """End the job as if its client had left. The first reason counts, but for `fenced`.
+
+        A reason of a newer version is a cancel.
+        """
         if self.stopped is None or reason == "fenced":
-            self.stopped = reason
-        self.outbox.discard()
+            self.stopped = reason if reason in _ENDS or reason == "fenced" else "cancelled"
+        if not (self._complete and self.stopped == "drained"):
+            self.outbox.discard()
         self.stopping.set()
 
     def fail(self, reason: str) -> None:
