@@ -86,7 +86,8 @@ class Presence:
     def _check_progress(self) -> None:
         now = time.monotonic()
         progress = self._engine.progress() if self.state != "starting" else -1
-        if progress != self._progress or not self._running.jobs:
+        # Jobs whose last frames wait for the queue have no seats: that is no fault of the engine.
+        if progress != self._progress or not self._running.sequences:
             self._progress, self._progressed_at = progress, now
         elif now - self._progressed_at > self._settings.stall_s:
             self.stalled.set()
