@@ -128,7 +128,11 @@ class Claims:
         claimed = await self._transitions.claim(self._tag(), limits, worker, returned=returned)
         if not claimed:
             claimed = await self._wait(tuple(limits), returned)
-        await asyncio.gather(*(self._adopt(one) for one in claimed))
+        adoptions = (self._adopt(one) for one in claimed)
+        # Wait for all, also after a failure: one that is still under way would be adopted twice.
+        for failure in await asyncio.gather(*adoptions, return_exceptions=True):
+            if failure is not None:
+                raise failure
 
     async def _wait(self, lanes: tuple[str, ...], returned: bool) -> list[Claimed]:
         self._blocked_on = lanes
