@@ -405,6 +405,17 @@ async def test_one_reader_that_stops_holds_up_nobody(start: Start) -> None:
     assert contents(parsed(slow)) == expected_text("slow", 50)
 
 
+async def test_stamps_are_the_moments_of_the_steps(start: Start) -> None:
+    engine = await start(stamps=True, tpot_ms=10)
+    began = time.monotonic_ns()
+    answer = await request(engine.app, CHAT, stream("x", max_tokens=5))
+    texts = [event["choices"][0]["delta"]["content"] for event in parsed(answer)[1:-1]]
+    moments = [int(text.removeprefix(" @")) for text in texts]
+    assert len(moments) == 4
+    assert began < moments[0] < moments[-1] < time.monotonic_ns()
+    assert moments[-1] - moments[0] > 20_000_000
+
+
 async def test_512_requests_in_steps(start: Start) -> None:
     engine = await start(seats=512)
     calls = [request(engine.app, CHAT, stream(f"{i}", max_tokens=20)) for i in range(512)]
