@@ -1,0 +1,257 @@
+"""The engine that vLLM's application sees: the real one, with limits, an account and no pretence.
+
+vLLM's application turns an engine's death and an uninvited abort into an answer that looks
+complete. Here is the last place where they can be told from the real thing. Imports no vLLM: what
+it touches of vLLM's objects is in this file and in `vllm_build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from worker.engine.interface import CURRENT, Call
+
+RECORD: ContextVar[Record] = ContextVar("headrace_record")
+"""The request being registered with the engine: set as its generator starts, and read then."""
+
+BEAM: ContextVar[Call | None] = ContextVar("headrace_beam", default=None)
+"""The job whose request is a beam search: each of its steps is a request to the engine."""
+
+UNINVITED = frozenset({"abort", "error"})
+
+WORKERS_ALONE = ("priority", "data_parallel_rank", "kv_hints")
+"""Arguments that a client's body or header can reach, and that are the worker's to decide."""
+
+
+class EngineFault(RuntimeError):
+    """The engine ended a request that nobody had asked it to end."""
+
+
+class Record:
+    """The account of one `generate` or `encode`: a prompt with its choices."""
+
+    __slots__ = ("_cached", "_delta", "_prompt", "call", "invited", "states", "tokens")
+
+    def __init__(
+        self, call: Call, choices: int, *, delta: bool, prompt_counted: bool = False
+    ) -> None:
+        self.call = call
+        self.tokens: list[list[int]] = [[] for _ in range(choices)]
+        call.tokens.extend(self.tokens)
+        self.states: list[Any] = []
+        """vLLM's own state of each engine request, which knows tokens that were never read."""
+        self.invited = False
+        self._delta = delta
+        self._prompt: int | None = None if prompt_counted else 0
+        self._cached: int | None = 0 if prompt_counted else None
+
+    def register(self, state: Any) -> None:
+        """Take note that the engine was given the request: its prompt counts from now on."""
+        self.states.append(state)
+        self._count_prompt(state.prompt_len)
+
+    def take(self, output: Any) -> None:
+        """Account for one output. Raises `EngineFault` if it ends a choice uninvited."""
+        if self._cached is None:
+            self._count_input(output)
+        usage = self.call.usage
+        for choice in output.outputs:
+            kept = self.tokens[choice.index]
+            new = choice.token_ids if self._delta else choice.token_ids[len(kept) :]
+            kept.extend(new)
+            usage.completion_tokens += len(new)
+            if choice.finish_reason in UNINVITED and not self.invited:
+                raise self.fault(f"the engine ended the request: {choice.finish_reason}")
+
+    def take_pooled(self, output: Any) -> None:
+        """Account for an embedding or a score; an aborted one is known by having no numbers."""
+        if self._cached is None:
+            self._count_input(output)
+        if output.finished and not self.invited and not output.outputs.data.numel():
+            error = getattr(output, "error", None)
+            reason = error.message if error is not None else "abort"
+            raise self.fault(f"the engine ended the request: {reason}")
+
+    def fault(self, reason: str) -> EngineFault:
+        """Mark the answer as not genuine, whatever the application makes of it."""
+        self.call.fault = self.call.fault or reason
+        return EngineFault(reason)
+
+    def settle(self) -> None:
+        """Count what the engine had made by the end and nobody read. Safe to repeat.
+
+        A non-streaming request yields nothing before its end, and a stream that is left behind
+        has tokens on their way.
+        """
+        for state in self.states:
+            if self._cached is None:
+                self._count_cached(state.num_cached_tokens)
+            if state.detokenizer is not None:
+                kept = self.tokens[state.request_index]
+                unread = state.detokenizer.output_token_ids[len(kept) :]
+                kept.extend(unread)
+                self.call.usage.completion_tokens += len(unread)
+
+    def _count_input(self, output: Any) -> None:
+        encoded = getattr(output, "encoder_prompt_token_ids", None)
+        self._count_prompt(len(output.prompt_token_ids or ()) + len(encoded or ()))
+        self._count_cached(output.num_cached_tokens)
+
+    def _count_prompt(self, tokens: int) -> None:
+        if self._prompt is not None:
+            self.call.usage.prompt_tokens += tokens - self._prompt
+            self._prompt = tokens
+
+    def _count_cached(self, tokens: int | None) -> None:
+        self._cached = tokens or 0
+        self.call.usage.cached_tokens += self._cached
+
+
+class EngineProxy:
+    """Stands for AsyncLLM; all that isn't here is AsyncLLM's own."""
+
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        default_max_tokens: int,
+        max_tokens_ceiling: int,
+        engine_errors: tuple[type[Exception], ...],
+        delta_kind: object,
+    ) -> None:
+        self._llm = llm
+        self._default = min(default_max_tokens, max_tokens_ceiling)
+        self._ceiling = max_tokens_ceiling
+        self._engine_errors = engine_errors
+        self._delta_kind = delta_kind
+        self._running: dict[str, list[Record]] = {}
+        watch_registrations(llm.output_processor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kw: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Generate under the limits of the job that this runs for, if it runs for one."""
+        call = CURRENT.get(None)
+        if call is not None:
+            self._limit(call, sampling_params)
+            sampling_params.extra_args = None
+        outputs = self._start(call, self._llm.generate, prompt, sampling_params, request_id, kw)
+        if call is None:
+            return outputs
+        delta = sampling_params.output_kind == self._delta_kind
+        beam = BEAM.get() is call
+        record = Record(call, sampling_params.n, delta=delta, prompt_counted=beam)
+        return self._follow(record, outputs, record.take)
+
+    def encode(
+        self, prompt: Any, pooling_params: Any, request_id: str, **kw: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Embed, score or classify; counted and watched as `generate` is."""
+        call = CURRENT.get(None)
+        outputs = self._start(call, self._llm.encode, prompt, pooling_params, request_id, kw)
+        if call is None:
+            return outputs
+        record = Record(call, 0, delta=False)
+        return self._follow(record, outputs, record.take_pooled)
+
+    def limited_beams(self, beam_search: Callable[..., Any]) -> Callable[..., Any]:
+        """Put the limits on a serving class's beam search, which asks for one token at a time.
+
+        Its prompt is counted here: each step's prompt is this one and what was found so far.
+        """
+
+        def limited(*, prompt: Any, params: Any, **kw: Any) -> Any:
+            call = CURRENT.get(None)
+            if call is not None:
+                BEAM.set(call)
+                self._limit(call, params)
+                tokens = prompt.get("decoder_prompt", prompt).get("prompt_token_ids", ())
+                call.usage.prompt_tokens += len(tokens)
+            return beam_search(prompt=prompt, params=params, **kw)
+
+        return limited
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kw: Any) -> None:
+        """Drop a client's `kv_transfer_params` here, too: vLLM passes them on with a refusal."""
+        if CURRENT.get(None) is None:
+            await self._llm.notify_kv_transfer_request_rejected(*args, **kw)
+
+    async def abort_job(self, job_id: str) -> None:
+        """End what still runs for a job, and settle its account."""
+        for record in list(self._running.get(job_id, ())):
+            record.invited = True
+            # A choice of several is aborted through its parent: aborted alone it would leave the
+            # parent behind for good.
+            ids = {(state.parent_req or state).request_id for state in record.states}
+            if ids:
+                await self._llm.abort(sorted(ids), internal=True)
+            record.settle()
+
+    def _limit(self, call: Call, params: Any) -> None:
+        limit = self._ceiling if call.max_tokens_given else self._default
+        if params.max_tokens is None or params.max_tokens > limit:
+            params.max_tokens = limit
+        if getattr(params, "min_tokens", 0) > params.max_tokens:
+            params.min_tokens = params.max_tokens
+
+    def _start(
+        self,
+        call: Call | None,
+        method: Callable[..., AsyncGenerator[Any, None]],
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        kw: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        if call is not None:
+            for name in WORKERS_ALONE:
+                kw.pop(name, None)
+        return method(prompt, params, request_id, **kw)
+
+    async def _follow(
+        self, record: Record, outputs: AsyncGenerator[Any, None], take: Callable[[Any], None]
+    ) -> AsyncGenerator[Any, None]:
+        """Pass outputs on, counted. Failover will feed recorded tokens in before the first."""
+        RECORD.set(record)
+        siblings = self._running.setdefault(record.call.job_id, [])
+        siblings.append(record)
+        try:
+            async for output in outputs:
+                take(output)
+                yield output
+        except self._engine_errors as error:
+            # An error before the engine was given the request is the request's own.
+            if record.states:
+                record.fault(f"the engine failed: {error or type(error).__name__}")
+            raise
+        finally:
+            # Closing aborts the request if this generator was left in the middle; vLLM's own
+            # would do so only once it is collected.
+            await outputs.aclose()
+            record.settle()
+            siblings.remove(record)
+            if not siblings:
+                self._running.pop(record.call.job_id, None)
+
+
+def watch_registrations(processor: Any) -> None:
+    """Let a request's record see the state that the output processor keeps of it.
+
+    The state holds what no output says: tokens made before a disconnect, the ids to abort by. It
+    is also where failover will feed recorded tokens in, before the engine is given the request.
+    """
+    add_request = processor.add_request
+
+    def add(request: Any, *args: Any, **kw: Any) -> Any:
+        result = add_request(request, *args, **kw)
+        record = RECORD.get(None)
+        if record is not None and CURRENT.get(None) is record.call:
+            record.register(processor.request_states[request.request_id])
+        return result
+
+    processor.add_request = add
