@@ -98,7 +98,7 @@ class Run:
             app.cancel()
         if error is not None and self.stopped is None:
             log.error("job.raised", job=self.adopted.job.id, error=type(error).__name__)
-        return self._end(error)
+        return self._end()
 
     async def _application(self) -> None:
         await self._engine.app(self._scope(), self._receive, self._send)
@@ -114,7 +114,7 @@ class Run:
             app.cancel()
             await asyncio.wait({app}, timeout=DISCONNECT_S)
 
-    def _end(self, error: BaseException | None) -> End | None:
+    def _end(self) -> End | None:
         if self.stopped == "fenced":
             return None
         counted = self.call.usage
@@ -126,7 +126,7 @@ class Run:
         if self._diverged:
             diverged = Diverged()
             return End(outcome="failed", code=diverged.code, message=diverged.message, usage=usage)
-        if self.call.fault is not None or error is not None or not self._complete:
+        if self.call.fault is not None or not self._complete:
             self.outbox.discard()
             failed = EngineFailed()
             return End(outcome="failed", code=failed.code, message=failed.message, usage=usage)
