@@ -10,7 +10,6 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.connection import connect
-from shared.errors import LanesLost
 from shared.keys import GROUP, LANES, Keys, new_job_id
 from shared.protocol import NOBODY, End, Frame, Job, Usage, decode_frame, encode, open_message
 from shared.settings import RedisSettings
@@ -82,7 +81,8 @@ class Pool:
 
     async def immortal(self) -> list[str]:
         """Return the keys that would stay for ever."""
-        names = [name.decode() for name in await self.redis.keys("*")]
+        found: Any = await self.redis.keys("*")
+        names = [name.decode() for name in found]
         return [name for name in names if await self.redis.pttl(name) < 0]
 
     async def listen(self, channel: str) -> Any:
@@ -122,7 +122,7 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[Pool]:
     else:
         server: ValkeyServer = request.getfixturevalue("server")
         server.command("FLUSHALL")
-        redis = connect(RedisSettings(redis_url=server.url), name="test")  # type: ignore[arg-type]
+        redis = connect(RedisSettings(redis_url=server.url), name="test")
     pool = Pool(redis, shebang=kind == "real")
     await pool.transitions.create_lanes([TAG])
     yield pool
@@ -292,7 +292,7 @@ async def test_adopting_again_fences_the_first_owner(pool: Pool) -> None:
 async def test_a_job_past_its_deadline_never_starts(pool: Pool) -> None:
     job = make_job()
     await pool.transitions.submit(job, limit=9, timeout_s=60)
-    await pool.redis.hset(pool.keys.job(job.id), "deadline", 1)  # type: ignore[misc]
+    await pool.redis.hset(pool.keys.job(job.id), "deadline", 1)
     heard = await pool.listen(pool.keys.channel(job.id))
     (claimed,) = await pool.claim()
     assert await pool.transitions.adopt(claimed, "o1", "w1") == "expired"
@@ -329,7 +329,7 @@ async def test_an_entry_whose_job_is_elsewhere_is_dropped(pool: Pool, why: str) 
     elif why == "lost":
         await pool.redis.delete(pool.keys.job(job.id))
     else:
-        await pool.redis.hset(pool.keys.job(job.id), "entry", "1-1")  # type: ignore[misc]
+        await pool.redis.hset(pool.keys.job(job.id), "entry", "1-1")
     before = await pool.log(job)
     assert await pool.transitions.adopt(claimed, "o1", "w1") == "gone"
     assert await pool.depth() == await pool.claimed() == 0
@@ -387,7 +387,8 @@ async def test_a_job_that_costs_workers_without_progress_is_poisoned(pool: Pool)
     assert end is not None
     assert (end.outcome, end.code) == ("failed", "poisoned")
     assert await pool.depth() == await pool.claimed() == 0
-    ((_, dead),) = await pool.redis.xrange(pool.keys.dead(TAG))
+    rows: Any = await pool.redis.xrange(pool.keys.dead(TAG))
+    ((_, dead),) = rows
     assert dead[b"j"].decode() == lost.job.id
     assert [line.split()[1] for line in dead[b"history"].splitlines()] == [b"w1", b"w2"]
     assert dead[b"rec"] == encode(lost.job)
@@ -408,7 +409,7 @@ async def test_a_lost_workers_cancelled_or_expired_job_ends(pool: Pool) -> None:
     for field, value, word in (("cancel", "expired", "expired"), ("deadline", "1", "expired")):
         adopted = await pool.adopt()
         await _late(pool, adopted)
-        await pool.redis.hset(pool.keys.job(adopted.job.id), field, value)  # type: ignore[misc]
+        await pool.redis.hset(pool.keys.job(adopted.job.id), field, value)
         assert await pool.transitions.adopt(adopted.claimed, "o2", "w2", idle_s=60) == word
     assert await pool.depth() == 0
 

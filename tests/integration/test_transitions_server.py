@@ -1,0 +1,297 @@
+"""What only a real server does to the transitions: run full, lose its data, go away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from pydantic import SecretStr
+from redis.asyncio import Redis
+
+from shared.connection import connect, connect_blocking
+from shared.errors import LanesLost, QueueFull, QueueUnavailable
+from shared.keys import Keys
+from shared.protocol import End, Frame, ModelRecord, WorkerRecord, encode
+from shared.registry import Registry
+from shared.settings import RedisSettings
+from shared.transitions import Adopted, Append, Finish, Transitions, Verdict
+from tests.support.proxy import TcpProxy
+from tests.support.valkey import ValkeyServer
+from tests.wire.records import TAG, make_job
+
+KEYS = Keys("test")
+END = encode(Frame(end=End(outcome="completed")))
+BOTH = {"interactive": 4, "batch": 4}
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: ValkeyServer) -> Iterator[ValkeyServer]:
+    shared_server.command("FLUSHALL")
+    yield shared_server
+    shared_server.command("CONFIG", "SET", "maxmemory", 0)
+
+
+def _settings(url: str, timeout_s: float = 1.5) -> RedisSettings:
+    return RedisSettings(redis_url=SecretStr(url), redis_timeout_s=timeout_s)
+
+
+@pytest.fixture
+async def redis(server: ValkeyServer) -> AsyncIterator[Redis]:
+    redis = connect(_settings(server.url), name="test")
+    yield redis
+    await redis.aclose()
+
+
+@pytest.fixture
+async def transitions(redis: Redis) -> Transitions:
+    transitions = Transitions(redis, KEYS, result_ttl_s=100)
+    await transitions.create_lanes([TAG])
+    return transitions
+
+
+async def _adopt(transitions: Transitions, owner: str = "o1") -> Adopted:
+    await transitions.submit(make_job(), limit=9, timeout_s=60)
+    (claimed,) = await transitions.claim(TAG, BOTH, "w1")
+    adopted = await transitions.adopt(claimed, owner, "w1")
+    assert isinstance(adopted, Adopted)
+    return adopted
+
+
+def _finish(adopted: Adopted, seq: int) -> Finish:
+    return Finish(adopted.job.id, adopted.owner, adopted.job.lane, seq, END, "completed")
+
+
+# At maxmemory
+
+
+@pytest.mark.parametrize("scripts", ["known", "forgotten"])
+async def test_a_full_server_takes_no_new_work_and_finishes_what_it_has(
+    transitions: Transitions, server: ValkeyServer, scripts: str
+) -> None:
+    done, cancelled, back = [await _adopt(transitions, f"o{n}") for n in range(3)]
+    queued, waiting = make_job(), make_job()
+    await transitions.submit(queued, limit=9, timeout_s=60)
+    await transitions.submit(waiting, limit=9, timeout_s=60)
+    server.command("CONFIG", "SET", "maxmemory", 1)
+    if scripts == "forgotten":
+        server.command("SCRIPT", "FLUSH")
+
+    refused = make_job()
+    with pytest.raises(QueueFull):
+        await transitions.submit(refused, limit=9, timeout_s=60)
+
+    append = Append(done.job.id, done.owner, 0, 1, [b"a"])
+    verdicts, ended = await transitions.write([append], [_finish(done, 2)])
+    assert (verdicts, ended) == ([Verdict("ok", 1)], [Verdict("ok")])
+    assert (await transitions.cancel(queued.id, queued.lane)).word == "queued"
+    assert (await transitions.cancel(cancelled.job.id, cancelled.job.lane)).word == "running"
+    forced = await transitions.cancel(cancelled.job.id, cancelled.job.lane, force=True)
+    assert forced.word == "forced"
+    assert (await transitions.cancel(refused.id, refused.lane, early=True)).word == "unknown"
+    assert await transitions.beat(TAG, "w1", [back]) == ["ok"]
+    assert await transitions.hand_back(back)
+    claimed = await transitions.claim(TAG, BOTH, "w1")
+    assert [one.job_id for one in claimed] == [back.job.id, waiting.id]
+    assert isinstance(await transitions.adopt(claimed[1], "o9", "w1"), Adopted)
+
+    server.command("CONFIG", "SET", "maxmemory", 0)
+    assert (await transitions.submit(make_job(), limit=9, timeout_s=60)).verdict == "queued"
+
+
+async def test_a_full_server_still_takes_what_keeps_workers_alive(
+    transitions: Transitions, redis: Redis, server: ValkeyServer
+) -> None:
+    """A worker that loses its link for a moment must be able to come back."""
+    registry = Registry(redis, KEYS)
+    worker = WorkerRecord(id="w1", pool="m", models=["m"], state="ready", seats=1)
+    job = make_job()
+    await transitions.submit(job, limit=9, timeout_s=60)
+    server.command("CONFIG", "SET", "maxmemory", 1)
+    await transitions.create_lanes([TAG])
+    await registry.announce(worker, [ModelRecord(name="m", pool="m")], lease_s=3)
+    assert [one.id for one in (await registry.snapshot()).ready("m")] == ["w1"]
+    blocking = connect_blocking(_settings(server.url), name="claim", block_s=1)
+    (claimed,) = await transitions.wait_claim(blocking, TAG, ["interactive"], "w1", 0.01)
+    assert await transitions.pending(TAG, worker="w1") == [claimed]
+    await registry.leave("w1")
+    await blocking.aclose()
+
+
+# Data loss
+
+
+async def test_after_data_loss_lanes_are_made_again(transitions: Transitions, redis: Redis) -> None:
+    lost = await _adopt(transitions)
+    await redis.flushall()
+    with pytest.raises(LanesLost):
+        await transitions.claim(TAG, BOTH, "w1")
+    with pytest.raises(LanesLost):
+        await transitions.wait_claim(redis, TAG, ["interactive"], "w1", 0.01)
+    with pytest.raises(LanesLost):
+        await transitions.pending(TAG, worker="w1")
+    append = Append(lost.job.id, lost.owner, 0, 1, [b"a"])
+    verdicts, ended = await transitions.write([append], [_finish(lost, 2)])
+    assert [v.word for v in verdicts + ended] == ["fenced", "fenced"]
+    assert await transitions.beat(TAG, "w1", [lost]) == ["fenced"]
+    assert await redis.keys("*") == []
+
+    job = make_job()
+    assert (await transitions.submit(job, limit=9, timeout_s=60)).verdict == "queued"
+    with pytest.raises(LanesLost):
+        await transitions.claim(TAG, BOTH, "w1")
+    await transitions.create_lanes([TAG])
+    assert [one.job_id for one in await transitions.claim(TAG, BOTH, "w1")] == [job.id]
+
+
+async def test_data_loss_wakes_a_waiting_worker(
+    transitions: Transitions, redis: Redis, server: ValkeyServer
+) -> None:
+    blocking = connect_blocking(_settings(server.url), name="claim", block_s=30)
+    wait = asyncio.create_task(
+        transitions.wait_claim(blocking, TAG, ["interactive"], "w1", block_s=30)
+    )
+    await _blocked(redis, 1)
+    await redis.flushall()
+    with pytest.raises(QueueUnavailable):
+        await asyncio.wait_for(wait, 5)
+    await blocking.aclose()
+
+
+async def _blocked(redis: Redis, count: int) -> None:
+    async with asyncio.timeout(5):
+        while (await redis.info("clients"))["blocked_clients"] != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+# A server that is away
+
+
+async def test_a_blocking_read_is_ended_from_another_connection(
+    transitions: Transitions, redis: Redis, server: ValkeyServer
+) -> None:
+    blocking = connect_blocking(_settings(server.url), name="claim", block_s=30)
+    client_id = await blocking.client_id()
+    wait = asyncio.create_task(
+        transitions.wait_claim(blocking, TAG, ["interactive"], "w1", block_s=30)
+    )
+    await _blocked(redis, 1)
+    await redis.client_unblock(client_id)
+    assert await asyncio.wait_for(wait, 1) == []
+    job = make_job()
+    await transitions.submit(job, limit=9, timeout_s=60)
+    (claimed,) = await transitions.wait_claim(blocking, TAG, ["interactive"], "w1", block_s=30)
+    assert claimed.job_id == job.id
+    await blocking.aclose()
+
+
+async def test_a_blocking_read_outlasts_the_timeout_of_ordinary_commands(
+    transitions: Transitions, server: ValkeyServer
+) -> None:
+    blocking = connect_blocking(_settings(server.url, timeout_s=0.1), name="claim", block_s=0.4)
+    begun = time.monotonic()
+    assert await transitions.wait_claim(blocking, TAG, ["interactive"], "w1", 0.4) == []
+    assert time.monotonic() - begun >= 0.4
+    await blocking.aclose()
+
+
+async def test_every_call_says_so_when_the_server_is_away() -> None:
+    with ValkeyServer() as gone:
+        url = gone.url
+    redis = connect(_settings(url), name="test")
+    transitions, registry = Transitions(redis, KEYS, result_ttl_s=100), Registry(redis, KEYS)
+    job = make_job()
+    calls = [
+        transitions.submit(job, limit=9, timeout_s=60),
+        transitions.create_lanes([TAG]),
+        transitions.claim(TAG, BOTH, "w1"),
+        transitions.pending(TAG, worker="w1"),
+        transitions.wait_claim(redis, TAG, ["batch"], "w1", 0.01),
+        transitions.write([Append(job.id, "o", 0, 1, [b"a"])], []),
+        transitions.cancel(job.id, job.lane),
+        transitions.beat(TAG, "w1", []),
+        transitions.lane_of(job.id),
+        transitions.read_log(job.id, 0),
+        transitions.depths(TAG),
+        registry.snapshot(),
+        registry.leave("w1"),
+    ]
+    begun = time.monotonic()
+    for call in calls:
+        with pytest.raises(QueueUnavailable):
+            await call
+    assert time.monotonic() - begun < 2
+    await redis.aclose()
+
+
+async def test_a_server_that_does_not_answer_is_given_up_in_time(server: ValkeyServer) -> None:
+    redis = connect(_settings(server.url, timeout_s=0.2), name="test")
+    transitions = Transitions(redis, KEYS, result_ttl_s=100)
+    await transitions.depths(TAG)
+    server.pause()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(QueueUnavailable):
+            await transitions.submit(make_job(), limit=9, timeout_s=60)
+        assert 0.15 < time.monotonic() - begun < 1
+    finally:
+        server.resume()
+    assert await transitions.depths(TAG) is not None
+    await redis.aclose()
+
+
+async def test_a_lost_reply_makes_no_second_job(server: ValkeyServer) -> None:
+    """The driver repeats nothing, and repeating by hand is harmless."""
+    async with TcpProxy.to(server.url) as proxy:
+        redis = connect(_settings(proxy.url, timeout_s=0.5), name="test")
+        transitions = Transitions(redis, KEYS, result_ttl_s=100)
+        await transitions.create_lanes([TAG])
+        await transitions.submit(make_job(), limit=9, timeout_s=60)
+        job = make_job()
+        proxy.cut_after(job.id.encode())
+        with pytest.raises(QueueUnavailable):
+            await transitions.submit(job, limit=9, timeout_s=60)
+        assert (await transitions.depths(TAG))["interactive"] == 2
+        assert (await transitions.submit(job, limit=9, timeout_s=60)).verdict == "known"
+        assert (await transitions.depths(TAG))["interactive"] == 2
+
+        claimed = await transitions.claim(TAG, BOTH, "w1")
+        adopted = await transitions.adopt(claimed[1], "o1", "w1")
+        assert isinstance(adopted, Adopted)
+        append = Append(job.id, "o1", 0, 1, [b"needle"])
+        proxy.cut_after(b"needle")
+        with pytest.raises(QueueUnavailable):
+            await transitions.write([append], [_finish(adopted, 2)])
+        verdicts, ended = await transitions.write([append], [_finish(adopted, 2)])
+        assert [v.word for v in verdicts] in (["fenced"], ["ok"])
+        assert ended == [Verdict("ok")]
+        page = await transitions.read_log(job.id, 0)
+        assert [e.body for e in page.envelopes] == [b"needle", END]
+        await redis.aclose()
+
+
+async def test_a_cancelled_call_gives_its_reply_to_nobody_else(server: ValkeyServer) -> None:
+    async with TcpProxy.to(server.url) as proxy:
+        redis = connect(_settings(proxy.url, timeout_s=1), name="test", connections=4)
+        transitions = Transitions(redis, KEYS, result_ttl_s=100)
+        await transitions.create_lanes([TAG])
+        jobs = [make_job(lane=lane) for lane in ("interactive", "batch") * 10]
+        for job in jobs:
+            await transitions.submit(job, limit=99, timeout_s=60)
+        proxy.delay(0.01)
+        reads = [asyncio.create_task(transitions.lane_of(jobs[0].id)) for _ in range(4)]
+        await asyncio.sleep(0.012)
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+        proxy.heal()
+        for job in jobs[1:]:
+            assert await transitions.lane_of(job.id) == job.lane
+        await redis.aclose()
