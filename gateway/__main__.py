@@ -1,0 +1,87 @@
+"""Starts a gateway: settings, logs, server."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import uvicorn
+
+from gateway.app import Application, create_app
+from gateway.settings import GatewaySettings
+from shared import logs, settings
+from shared.logs import Log
+
+log = Log("gateway")
+
+_BROKEN_OFF = "ASGI callable returned without completing response."
+_MARGIN_S = 5
+"""Between the cutting of what is open and the end of the server's patience."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a drain that begins when it is asked to end."""
+
+    application: Application
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, let the open requests end, then the application."""
+        self.application.gateway.drain()
+        await super().shutdown(sockets)
+
+
+def quiet_broken_off(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's line for a body that is broken off: that is how a failed stream ends."""
+    return record.msg != _BROKEN_OFF
+
+
+def build_server(config: GatewaySettings) -> Server:
+    """Return a server that isn't started yet."""
+    logging.getLogger("uvicorn.error").addFilter(quiet_broken_off)
+    app = create_app(config, on_failure=lambda: server.handle_exit(signal.SIGTERM, None))
+    server = Server(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=4096,
+            timeout_keep_alive=config.http_keepalive_s,
+            timeout_graceful_shutdown=int(config.drain_timeout_s) + _MARGIN_S,
+            h11_max_incomplete_event_size=config.max_header_bytes,
+        )
+    )
+    server.application = app
+    return server
+
+
+def main() -> NoReturn:
+    """Run a gateway until SIGTERM or SIGINT; exit 0 after a drain, 1 after a failure."""
+    config = settings.read(GatewaySettings)
+    logs.configure(config.log_format, config.log_level)
+    server = build_server(config)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(1 if server.application.gateway.failed else 0)
+
+    # uvicorn raises the signal again when it has ended: then, or before it has begun, just leave.
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+    log.info("gateway.started", gateway=config.gateway_id, host=config.host, port=config.port)
+    server.run()
+    sys.exit(1 if server.application.gateway.failed else 0)
+
+
+if __name__ == "__main__":
+    main()

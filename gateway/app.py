@@ -1,0 +1,102 @@
+"""The HTTP application: routes, and the life of the process's long tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.endpoints import ENDPOINTS, Endpoint
+from gateway.exchange import Exchange, exchange_of
+from gateway.gateway import Gateway
+from gateway.handlers import install
+from gateway.health import Health
+from gateway.settings import GatewaySettings
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Application(FastAPI):
+    """FastAPI with an `Exchange` around every request.
+
+    It is the outermost layer on purpose: a relayed answer writes past every layer inside it.
+    """
+
+    gateway: Gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as an ASGI application."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        exchange = Exchange(scope, send)
+        try:
+            await super().__call__(scope, receive, exchange.send)
+        finally:
+            exchange.finish(self.gateway.metrics)
+
+
+def create_app(
+    settings: GatewaySettings, *, on_failure: Callable[[], None] = lambda: None
+) -> Application:
+    """Return the application. `on_failure` is called when it can't go on and must be ended."""
+    gateway = Gateway(settings, on_failure=on_failure)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            tasks = group.create_task(gateway.run())
+            try:
+                yield
+            finally:
+                await gateway.close()
+                tasks.cancel()
+
+    app = Application(
+        title="Headrace", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
+    )
+    app.gateway = gateway
+    app.router.redirect_slashes = False
+    install(app)
+    for endpoint in ENDPOINTS:
+        app.add_route(endpoint.path, _relayed(gateway, endpoint), methods=["POST"])
+    _add_own_routes(app, gateway)
+    return app
+
+
+def _relayed(gateway: Gateway, endpoint: Endpoint) -> Handler:
+    async def answer(request: Request) -> Response:
+        return cast(Response, await gateway.answer(endpoint, request))
+
+    return answer
+
+
+def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
+    health = Health(gateway)
+
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": gateway.models.listing()})
+
+    async def model(request: Request) -> Response:
+        return _json(gateway.models.card(request.path_params["name"]))
+
+    async def cancel(request: Request) -> Response:
+        exchange_of(request.scope).endpoint = "/v1/jobs/{id}/cancel"
+        return _json(await gateway.jobs.cancel(request.path_params["job_id"]))
+
+    app.add_route("/healthz", health.healthz, methods=["GET"])
+    app.add_route("/readyz", health.readyz, methods=["GET"])
+    app.add_route("/metrics", health.metrics, methods=["GET"])
+    app.add_route("/v1/models", models, methods=["GET"])
+    app.add_route("/v1/models/{name:path}", model, methods=["GET"])
+    app.add_route("/v1/jobs/{job_id}/cancel", cancel, methods=["POST"])
+
+
+def _json(content: Any) -> Response:
+    return JSONResponse(content)

@@ -1,0 +1,181 @@
+"""Reads a request's body and the few fields of it that the gateway needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ClientGone, error_response
+from shared.errors import (
+    BodyTooLarge,
+    InvalidJSON,
+    InvalidRequest,
+    UnsupportedMediaType,
+)
+
+_BOM = b"\xef\xbb\xbf"
+_TRUE_WORDS = frozenset({"true", "1", "yes", "on", "t", "y"})
+_INT_DIGITS = 4300
+"""Python, and so the worker, refuses longer integers."""
+_HUGE_NUMBER = re.compile(rb"[0-9]{%d}" % (_INT_DIGITS + 1))
+_LINGER_S = 2.0
+_LINGER_BYTES = 256 << 20
+
+
+class Fields(msgspec.Struct, frozen=True):
+    """What the gateway looks at. Of any type: a wrong one is the worker's to refuse."""
+
+    model: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    service_tier: Any = None
+    background: Any = None
+    previous_response_id: Any = None
+
+    @property
+    def lane(self) -> str:
+        """The lane that the request asks for."""
+        return "batch" if self.service_tier in ("flex", "batch") else "interactive"
+
+    @property
+    def asks_stream(self) -> bool:
+        """Whether the worker will understand `stream` as true."""
+        if isinstance(self.stream, str):
+            return self.stream.lower() in _TRUE_WORDS
+        return self.stream is True or self.stream == 1
+
+    @property
+    def max_tokens_given(self) -> bool:
+        """Whether the request limits its answer's length itself."""
+        limits = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
+        return any(limit is not None for limit in limits)
+
+
+_decoder = msgspec.json.Decoder(Fields)
+
+
+async def read(request: Request, *, limit: int, timeout_s: float) -> bytes:
+    """Read a body, counting; raise as soon as it is known to be too large, or not JSON."""
+    _check_type(request.headers.get("content-type"))
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    total = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                total += len(chunk)
+                if total > limit:
+                    raise _too_large(limit)
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return b"".join(chunks).removeprefix(_BOM)
+    except TimeoutError as error:
+        raise InvalidRequest("The request's body did not arrive in time.") from error
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request's body is larger than {limit} bytes.")
+
+
+def _check_type(content_type: str | None) -> None:
+    media_type = (content_type or "application/json").split(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType("The request's content type must be application/json.")
+
+
+def decode(body: bytes) -> Fields:
+    """Return the needed fields of a body. Raises `InvalidJSON`, `InvalidRequest`."""
+    try:
+        str(body, "utf-8")
+        fields = _decoder.decode(body)
+        if _has_huge_number(body):
+            json.loads(body)
+    except UnicodeDecodeError as error:
+        raise InvalidJSON("The request's body is not valid UTF-8.") from error
+    except msgspec.ValidationError as error:
+        if "Expected `object`" in str(error):
+            raise InvalidRequest("The request's body must be a JSON object.") from error
+        raise InvalidJSON(f"The request's body is not valid: {error}.") from error
+    except msgspec.DecodeError as error:
+        raise InvalidJSON(f"The request's body is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise InvalidJSON("The request's body is nested too deeply.") from error
+    except ValueError as error:
+        raise InvalidJSON("The request's body holds a number that is too long.") from error
+    return fields
+
+
+def _has_huge_number(body: bytes) -> bool:
+    """Tell whether a run of digits is longer than a worker would read, perhaps in a string.
+
+    Such a run covers one of every 4,300 bytes: the search looks at those only.
+    """
+    for at in range(_INT_DIGITS - 1, len(body), _INT_DIGITS):
+        if 48 <= body[at] <= 57:
+            start = max(0, at - _INT_DIGITS)
+            if _HUGE_NUMBER.search(body, start, at + _INT_DIGITS + 1):
+                return True
+    return False
+
+
+def refuse_stored_state(fields: Fields) -> None:
+    """Refuse what would need one worker's memory: a pool doesn't have it."""
+    if fields.background is True:
+        raise InvalidRequest("Background responses are not supported here.", param="background")
+    if fields.previous_response_id is not None:
+        raise InvalidRequest(
+            "Responses are not stored here: send the conversation in `input`.",
+            param="previous_response_id",
+        )
+
+
+class Refusal:
+    """The answer to a body that was not read to its end: said, then the connection is closed.
+
+    What the client still sends is read and dropped for a moment. Closed at once, the connection
+    would be reset, and the client might never see the answer.
+    """
+
+    def __init__(self, error: BodyTooLarge) -> None:
+        self._response = error_response(error, {"connection": "close"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as an ASGI application."""
+        response = self._response
+        await send(
+            {
+                "type": "http.response.start",
+                "status": response.status_code,
+                "headers": response.raw_headers,
+            }
+        )
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        if not any(name == b"expect" for name, _ in scope["headers"]):
+            await self._linger(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _linger(self, receive: Receive) -> None:
+        left = _LINGER_BYTES
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return

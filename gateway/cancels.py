@@ -1,0 +1,110 @@
+"""Cancels that must happen: whatever becomes of the request, the client or the link meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from shared.errors import HeadraceError
+from shared.logs import Log
+from shared.transitions import Reason, Transitions
+
+log = Log("cancels")
+
+_RUNNERS = 16
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """A job that is to end."""
+
+    job_id: str
+    lane: str
+    reason: Reason = "cancelled"
+    early: bool = False
+    """It isn't known whether the job was submitted."""
+    force: bool = False
+    backoff_s: float = 0.0
+
+
+class Canceller:
+    """Carries out cancels outside the requests that ask for them, and repeats those that fail.
+
+    `run()` is one of the process's long tasks. A running job that its worker doesn't end within
+    `force_after_s` is ended over the worker's head.
+    """
+
+    def __init__(
+        self, transitions: Transitions, *, force_after_s: float, limit: int = 200_000
+    ) -> None:
+        self._transitions = transitions
+        self._force_after_s = force_after_s
+        self._limit = limit
+        self._queue: asyncio.Queue[Cancel] = asyncio.Queue()
+        self._retrying = 0
+
+    @property
+    def pending(self) -> int:
+        """Cancels that the queue has not taken yet."""
+        return self._queue.qsize() + self._retrying
+
+    def request(
+        self, job_id: str, lane: str, reason: Reason = "cancelled", *, early: bool = False
+    ) -> None:
+        """See to it that a job ends. Returns at once."""
+        if self.pending >= self._limit:
+            log.error("cancel.dropped", job=job_id, pending=self.pending)
+            return
+        self._queue.put_nowait(Cancel(job_id, lane, reason, early))
+
+    async def run(self) -> None:
+        """Carry out cancels until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_RUNNERS):
+                group.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            cancel = await self._queue.get()
+            self._retrying += 1
+            try:
+                await self._carry_out(cancel)
+            finally:
+                self._retrying -= 1
+
+    async def _carry_out(self, cancel: Cancel) -> None:
+        try:
+            outcome = await self._transitions.cancel(
+                cancel.job_id, cancel.lane, cancel.reason, force=cancel.force, early=cancel.early
+            )
+        except HeadraceError as error:
+            delay_s = min(max(2 * cancel.backoff_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
+            if delay_s < _MAX_BACKOFF_S:
+                log.debug("cancel.failed", job=cancel.job_id, error=error.code)
+            else:
+                log.warning("cancel.failed", job=cancel.job_id, error=error.code)
+            self._retrying += 1
+            asyncio.get_running_loop().call_later(
+                delay_s, self._again, replace(cancel, backoff_s=delay_s)
+            )
+            return
+        log.debug("job.cancelled", job=cancel.job_id, reason=cancel.reason, found=outcome.word)
+        if outcome.word == "running":
+            forced = replace(cancel, force=True, backoff_s=0.0)
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._force_after_s, self._queue.put_nowait, forced)
+
+    def _again(self, cancel: Cancel) -> None:
+        self._retrying -= 1
+        self._queue.put_nowait(cancel)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until the queue has taken every cancel, within limits."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.pending:  # noqa: ASYNC110 (once, at the end of the process)
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            log.error("cancels.left", pending=self.pending)

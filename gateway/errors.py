@@ -1,0 +1,92 @@
+"""Errors as HTTP answers and as events of a stream: always OpenAI's body."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from shared.errors import (
+    BY_CODE,
+    Cancelled,
+    EngineFailed,
+    HeadraceError,
+    InvalidRequest,
+    JobLost,
+    MethodNotAllowed,
+    RequestTimeout,
+    Unavailable,
+    UnknownRoute,
+)
+from shared.protocol import End
+
+_BY_OUTCOME: dict[str, type[HeadraceError]] = {
+    "cancelled": Cancelled,
+    "expired": RequestTimeout,
+    "lost": JobLost,
+}
+_DEFAULT_RETRY_S = 2.0
+
+
+class ClientGone(HeadraceError):
+    """The client closed the connection."""
+
+    code = "disconnected"
+    status = 499
+
+
+class ClientStalled(HeadraceError):
+    """The client did not read its answer."""
+
+    code = "stalled"
+    status = 499
+
+
+class Overloaded(Unavailable):
+    """This server relays as many requests as it can. Try again later."""
+
+    code = "overloaded"
+
+
+def error_of(end: End) -> HeadraceError:
+    """Return the error that a terminal frame tells of."""
+    kind = BY_CODE.get(end.code) or _BY_OUTCOME.get(end.outcome, EngineFailed)
+    return kind(end.message)
+
+
+def error_json(error: HeadraceError) -> bytes:
+    """Return OpenAI's error body, in ASCII: some clients split lines at U+2028."""
+    return json.dumps(error.body(), separators=(",", ":")).encode()
+
+
+def error_headers(error: HeadraceError) -> dict[str, str]:
+    """Return what tells a client whether and when to try again."""
+    if not error.retryable:
+        return {"x-should-retry": "false"}
+    if error.status != 503:
+        return {}
+    seconds = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
+    return {"retry-after": str(min(60, max(1, math.ceil(seconds))))}
+
+
+def error_response(error: HeadraceError, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an error as a whole answer."""
+    return Response(
+        error_json(error),
+        error.status,
+        {**error_headers(error), **(headers or {})},
+        "application/json",
+    )
+
+
+def from_http(error: HTTPException) -> HeadraceError:
+    """Return the framework's own error as one of ours."""
+    if error.status_code == 404:
+        return UnknownRoute()
+    if error.status_code == 405:
+        return MethodNotAllowed()
+    kind = InvalidRequest if error.status_code < 500 else HeadraceError
+    return kind(str(error.detail))

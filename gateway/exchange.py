@@ -1,0 +1,114 @@
+"""One HTTP request and its answer: who it is, how it went, and the line that says so."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import cast
+
+from starlette.types import Message, Scope, Send
+
+from gateway.metrics import Metrics
+from shared.logs import Log
+
+log = Log("gateway")
+
+_SCOPE_KEY = "headrace.exchange"
+_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Exchange:
+    """Lives as long as its request. Its `send` adds the headers that every answer has.
+
+    A relayed answer goes past it, straight to `raw_send`, and sets the same fields itself.
+    """
+
+    __slots__ = (
+        "answered_at",
+        "content_at",
+        "done_at",
+        "endpoint",
+        "items",
+        "job_id",
+        "lane",
+        "model",
+        "outcome",
+        "output_tokens",
+        "raw_send",
+        "request_id",
+        "started_at",
+        "status",
+    )
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.raw_send = send
+        self.request_id = _request_id(scope)
+        self.endpoint = ""
+        self.model = ""
+        self.lane = ""
+        self.job_id = ""
+        self.status = 0
+        self.outcome = ""
+        self.started_at = time.perf_counter()
+        self.content_at = 0.0
+        """When the first content left."""
+        self.done_at = 0.0
+        """When the last content left."""
+        self.items = 0
+        """Parts of the answer sent."""
+        self.output_tokens = 0
+        scope[_SCOPE_KEY] = self
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every answer has."""
+        headers = [(b"x-request-id", self.request_id.encode())]
+        if self.job_id:
+            headers.append((b"x-job-id", self.job_id.encode()))
+        return headers
+
+    async def send(self, message: Message) -> None:
+        """Send a message of an ordinary answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), *self.headers()]
+        await self.raw_send(message)
+
+    def finish(self, metrics: Metrics) -> None:
+        """Count the request and write its line in the log."""
+        outcome = self.outcome or ("completed" if self.status < 400 else "invalid_request")
+        if not self.endpoint:
+            if self.status >= 400:
+                log.info("request.refused", request=self.request_id, status=self.status)
+            return
+        now = time.perf_counter()
+        duration_s = now - self.started_at
+        ttft_s = self.content_at - self.started_at if self.content_at else None
+        metrics.finished(self, outcome, duration_s=duration_s, ttft_s=ttft_s)
+        log.info(
+            "request.finished",
+            endpoint=self.endpoint,
+            model=self.model,
+            lane=self.lane,
+            job=self.job_id,
+            request=self.request_id,
+            status=self.status,
+            outcome=outcome,
+            ttft_s=None if ttft_s is None else round(ttft_s, 4),
+            duration_s=round(duration_s, 4),
+        )
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """Return the exchange that a scope belongs to."""
+    return cast(Exchange, scope[_SCOPE_KEY])
+
+
+def _request_id(scope: Scope) -> str:
+    """Return the client's own id where it is sane, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            if _SANE_ID.fullmatch(value):
+                return cast(bytes, value).decode()
+            break
+    return f"req-{secrets.token_hex(12)}"

@@ -1,0 +1,44 @@
+"""What the application answers when a request ends in an exception: OpenAI's error body."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import error_response, from_http
+from gateway.exchange import exchange_of
+from shared.errors import HeadraceError, InvalidRequest
+
+
+def install(app: FastAPI) -> None:
+    """Make the application answer every error in OpenAI's form."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HeadraceError)
+        exchange_of(request.scope).outcome = error.code
+        return error_response(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known = from_http(error)
+        exchange_of(request.scope).outcome = known.code
+        response = error_response(known, error.headers)
+        response.status_code = error.status_code
+        return response
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        response = error_response(InvalidRequest())
+        response.status_code = 422
+        return response
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        exchange_of(request.scope).outcome = HeadraceError.code
+        return error_response(HeadraceError())
+
+    app.add_exception_handler(HeadraceError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,151 @@
+"""Which models there are and who serves them: the registry, read by one task for all requests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any
+
+from gateway.metrics import Metrics
+from gateway.settings import GatewaySettings
+from shared.errors import (
+    HeadraceError,
+    InvalidRequest,
+    NoWorker,
+    QueueUnavailable,
+    UnknownModel,
+)
+from shared.keys import tag
+from shared.logs import Log
+from shared.protocol import ModelRecord
+from shared.registry import Registry, Snapshot
+from shared.transitions import Transitions
+
+log = Log("models")
+
+_NO_WORKER_RETRY_S = 5
+
+
+class Models:
+    """The last snapshot of the registry, kept while the queue is away."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        registry: Registry,
+        transitions: Transitions,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._transitions = transitions
+        self._metrics = metrics
+        self._snapshot: Snapshot | None = None
+        self._depths: set[tuple[str, str]] = set()
+        self.reachable = False
+        """Whether the last reading succeeded."""
+
+    async def run(self) -> None:
+        """Read the registry until cancelled."""
+        said = ""
+        while True:
+            try:
+                self._snapshot = await self._registry.snapshot()
+                await self._read_depths(self._snapshot)
+                self.reachable = True
+                if said:
+                    log.info("queue.reached")
+                said = ""
+            except HeadraceError as error:
+                self.reachable = False
+                if not said:
+                    log.warning("queue.unreachable", error=error.code, waiting="retried for ever")
+                said = error.code
+            await asyncio.sleep(self._settings.registry_refresh_s)
+
+    async def _read_depths(self, snapshot: Snapshot) -> None:
+        """Set the gauges: all lanes of all pools whose models are known."""
+        self._metrics.ready_workers.set(len(snapshot.ready()))
+        pools = {record.pool: record.shards for record in snapshot.models.values()}
+        seen: set[tuple[str, str]] = set()
+        for pool, shards in pools.items():
+            totals: dict[str, int] = {}
+            for shard in range(shards):
+                for lane, depth in (await self._transitions.depths(tag(pool, shard))).items():
+                    totals[lane] = totals.get(lane, 0) + depth
+            for lane, depth in totals.items():
+                seen.add((pool, lane))
+                self._metrics.queue_depth.labels(pool, lane).set(depth)
+        for labels in self._depths - seen:
+            self._metrics.queue_depth.remove(*labels)
+        self._depths = seen
+
+    @property
+    def ready_workers(self) -> int:
+        """Workers that take jobs, as of the last reading."""
+        return len(self._snapshot.ready()) if self._snapshot else 0
+
+    def resolve(self, name: Any) -> ModelRecord:
+        """Return the record of the model that a body names.
+
+        Without a name the only pool's own model is meant. A name that is no text goes there too:
+        what is wrong with it the worker says best. Raises `UnknownModel`, `NoWorker`.
+        """
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise QueueUnavailable(retry_after_s=2)
+        if isinstance(name, str) and name:
+            record = snapshot.models.get(name)
+            if record is None:
+                raise UnknownModel(f"The model `{name[:200]}` does not exist.", param="model")
+            if not snapshot.ready(name):
+                raise NoWorker(param="model", retry_after_s=_NO_WORKER_RETRY_S)
+            return record
+        if not snapshot.models:
+            raise NoWorker(retry_after_s=_NO_WORKER_RETRY_S)
+        pools = {record.pool for record in snapshot.models.values()}
+        if len(pools) > 1:
+            raise InvalidRequest("The parameter `model` is missing.", param="model")
+        for worker in snapshot.ready():
+            if worker.models and (record := snapshot.models.get(worker.models[0])):
+                return record
+        raise NoWorker(retry_after_s=_NO_WORKER_RETRY_S)
+
+    def shard(self, record: ModelRecord) -> str:
+        """Return the tag of one of the pool's shards."""
+        return tag(record.pool, random.randrange(record.shards))
+
+    def lane_limit(self, record: ModelRecord) -> int:
+        """Return how many jobs, queued and running, one lane of one shard may hold."""
+        workers = self._snapshot.ready() if self._snapshot else []
+        seats = sum(one.seats for one in workers if one.pool == record.pool)
+        depth = self._settings.max_queue_depth
+        return max(1, math.ceil((seats + depth) / record.shards))
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Return OpenAI's list of the models that have a worker now."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise QueueUnavailable(retry_after_s=2)
+        served = {name for worker in snapshot.ready() for name in worker.models}
+        return [_card(snapshot.models[name]) for name in sorted(served & snapshot.models.keys())]
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's description of a model that has a worker now."""
+        for card in self.listing():
+            if card["id"] == name:
+                return card
+        raise UnknownModel(f"The model `{name[:200]}` does not exist.", param="model")
+
+
+def _card(record: ModelRecord) -> dict[str, Any]:
+    return {
+        "id": record.name,
+        "object": "model",
+        "created": record.created,
+        "owned_by": "headrace",
+        "root": record.parent or record.name,
+        "parent": record.parent,
+        "max_model_len": record.max_model_len or None,
+    }

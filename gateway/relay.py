@@ -1,0 +1,299 @@
+"""The frames of one job on their way to one client.
+
+The channel is the fast path and the log is the truth. A stream takes from the channel only what
+follows its last frame; on a gap, after a reconnect, when its buffer overflowed or after a silence
+it reads the log from where it stands, at the client's pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
+
+from shared.errors import Diverged, HeadraceError, JobLost, QueueUnavailable, RequestTimeout
+from shared.protocol import End, Envelope, Head, decode_frame, open_message
+from shared.transitions import LogPage
+
+SILENCE_S = 1.0
+MAX_SILENCE_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+
+
+class Part(NamedTuple):
+    """Everything of an answer that was ready at one moment."""
+
+    head: Head | None
+    restarted: bool
+    """A head came that begins the answer anew: another attempt."""
+    data: bytes
+    items: int
+    end: End | None
+
+
+class JobStream:
+    """A job's frames in order, each once. A sink of the pub/sub connection."""
+
+    __slots__ = (
+        "_backoff_s",
+        "_behind",
+        "_buffer_bytes",
+        "_count_read",
+        "_empty_reads",
+        "_heads",
+        "_heard",
+        "_heard_at",
+        "_limit_bytes",
+        "_loop",
+        "_owner",
+        "_prefix",
+        "_queue",
+        "_read_log",
+        "_retry_at",
+        "_silence_s",
+        "_subscribed",
+        "_suffix",
+        "_taking",
+        "_waiter",
+        "abandoned",
+        "cursor",
+        "deadline",
+        "ended",
+        "failure",
+        "idle",
+        "job_id",
+        "lane",
+    )
+
+    def __init__(
+        self,
+        job_id: str,
+        lane: str,
+        *,
+        read_log: Callable[[str, int], Awaitable[LogPage]],
+        limit_bytes: int,
+        deadline: float,
+        count_read: Callable[[str], None] = lambda _: None,
+        after: int = 0,
+    ) -> None:
+        self.job_id = job_id
+        self.lane = lane
+        self.deadline = deadline
+        """By the loop's clock."""
+        self.cursor = after
+        """Sequence number of the last frame given to the client."""
+        self.ended = False
+        """The terminal frame was given."""
+        self.failure: HeadraceError | None = None
+        self.idle = False
+        """Set to make `next` return, though there is nothing."""
+        self.abandoned = False
+        """Its cancel was asked for."""
+        self._read_log = read_log
+        self._limit_bytes = limit_bytes
+        self._count_read = count_read
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[Envelope] = deque()
+        """Frames that follow each other without a gap."""
+        self._buffer_bytes = 0
+        self._behind = ""
+        """Why the log must be read, if it must."""
+        self._taking = False
+        """The log is being read: what the channel brings meanwhile is joined to it."""
+        self._retry_at = 0.0
+        self._backoff_s = 0.0
+        self._empty_reads = 0
+        self._owner: bytes | None = None
+        self._prefix = self._suffix = b""
+        self._heads = 0
+        self._heard = False
+        self._heard_at = self._loop.time()
+        self._silence_s = SILENCE_S
+        self._subscribed = after > 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    # What the pub/sub connection calls
+
+    def on_message(self, message: bytes) -> None:
+        """Take a frame from the channel, if it follows; never blocks, never decodes it."""
+        envelope = open_message(message)
+        queue = self._queue
+        self._heard = True
+        last = queue[-1].seq if queue else self.cursor
+        if envelope.seq <= last:
+            return
+        if envelope.seq != last + 1 and (queue or not self._taking):
+            self._drop("gap")
+        self._buffer_bytes += len(message)
+        if self._buffer_bytes > self._limit_bytes:
+            self._drop("overflow")
+        else:
+            queue.append(envelope)
+        self.wake()
+
+    def on_subscribed(self) -> None:
+        """After the first time: the link was lost, and what came meanwhile is only in the log."""
+        if self._subscribed:
+            self._fall_behind("resubscribed")
+        self._subscribed = True
+
+    # What the sweeper and the answer call
+
+    def tick(self, now: float) -> None:
+        """Notice silence and the deadline. Called a few times a second."""
+        if self._heard:
+            self._heard = False
+            self._heard_at = now
+            self._silence_s = SILENCE_S
+        elif now - self._heard_at >= self._silence_s:
+            self._heard_at = now
+            self._silence_s = min(2 * self._silence_s, MAX_SILENCE_S)
+            self._fall_behind("silence")
+        if now >= self.deadline:
+            self.fail(RequestTimeout())
+        elif self._behind and self._retry_at <= now:
+            self.wake()
+
+    def fail(self, error: HeadraceError) -> None:
+        """End the stream with an error, unless it has ended."""
+        if self.failure is None and not self.ended:
+            self.failure = error
+            self.wake()
+
+    def wake(self) -> None:
+        """Let `next` look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> Part | None:
+        """Wait for what comes next; None if it is time for a sign of life. Raises the failure."""
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            if self._queue and self._queue[0].seq == self.cursor + 1:
+                queue, self._queue = self._queue, deque()
+                self._buffer_bytes = 0
+                return self._join(queue)
+            if self._behind and self._retry_at <= self._loop.time():
+                part = await self._catch_up()
+                if part is not None:
+                    return part
+            elif self.idle:
+                self.idle = False
+                return None
+            else:
+                self._waiter = self._loop.create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
+
+    # Inside
+
+    def _drop(self, reason: str) -> None:
+        self._queue.clear()
+        self._buffer_bytes = 0
+        self._behind = self._behind or reason
+
+    def _fall_behind(self, reason: str) -> None:
+        self._behind = self._behind or reason
+        self.wake()
+
+    async def _catch_up(self) -> Part | None:
+        """Read one page of the log; None if it brought nothing new."""
+        reason, self._behind = self._behind, ""
+        self._taking = True
+        try:
+            page = await self._read_log(self.job_id, self.cursor)
+        except QueueUnavailable:
+            self._behind = reason
+            self._backoff_s = min(max(2 * self._backoff_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
+            self._retry_at = self._loop.time() + self._backoff_s
+            return None
+        finally:
+            self._taking = False
+        self._count_read(reason)
+        self._backoff_s = 0.0
+        part = self._join(page.envelopes) if page.envelopes else None
+        self._meet_queue(reason, progressed=part is not None)
+        if page.more and not self._queue:
+            self._behind = self._behind or reason
+        self._check_state(page, reason)
+        return part
+
+    def _meet_queue(self, reason: str, *, progressed: bool) -> None:
+        """Join what the channel brought meanwhile to what the log gave."""
+        queue = self._queue
+        while queue and queue[0].seq <= self.cursor:
+            queue.popleft()
+        if not queue:
+            self._buffer_bytes = 0
+        elif queue[0].seq != self.cursor + 1:
+            if progressed:
+                self._behind = self._behind or reason
+            else:  # The server lost what it had sent. Whoever owns the job sends it again.
+                queue.clear()
+                self._buffer_bytes = 0
+
+    def _check_state(self, page: LogPage, reason: str) -> None:
+        """See whether anything can still come."""
+        if self.ended:
+            return
+        if page.state is None:
+            self.fail(JobLost())
+        elif page.state == "done" and not page.envelopes:
+            # The job may have ended between the two reads of one page, but not twice.
+            self._empty_reads += 1
+            if self._empty_reads > 1:
+                self.fail(JobLost())
+            else:
+                self._behind = self._behind or reason
+        else:
+            self._empty_reads = 0
+
+    def _join(self, envelopes: Iterable[Envelope]) -> Part:
+        """Decode frames and put together what they hold."""
+        parts: list[bytes] = []
+        head: Head | None = None
+        restarted = False
+        items = 0
+        end: End | None = None
+        for envelope in envelopes:
+            if not self._follows(envelope):
+                break
+            self.cursor = envelope.seq
+            frame = decode_frame(envelope.body)
+            if frame.head is not None:
+                self._heads += 1
+                if self._heads > 1:
+                    restarted = True
+                head = frame.head
+            if frame.template is not None:
+                self._prefix, self._suffix = frame.template
+            prefix, suffix = self._prefix, self._suffix
+            items += len(frame.items)
+            for item in frame.items:
+                if isinstance(item, bytes):
+                    parts += (prefix, item, suffix)
+                else:
+                    parts.append(item[0])
+            if frame.end is not None:
+                end = frame.end
+                self.ended = True
+                break
+        return Part(head, restarted, b"".join(parts), items, end)
+
+    def _follows(self, envelope: Envelope) -> bool:
+        """Refuse to splice: a new owner must have begun where this client stands."""
+        if envelope.seq != self.cursor + 1:
+            self.fail(Diverged())
+            return False
+        if envelope.owner != self._owner:
+            if self._owner is not None and envelope.base != self.cursor:
+                self.fail(Diverged())
+                return False
+            self._owner = envelope.owner
+            self._prefix = self._suffix = b""
+        return True

@@ -1,0 +1,68 @@
+"""The gateway's settings, read from `HEADRACE_*` variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from shared.settings import RedisSettings, Seconds
+
+Bytes = Annotated[int, Field(ge=1024, le=4 << 30)]
+
+
+def _own_id() -> str:
+    return f"{socket.gethostname()[:40]}-{os.getpid()}"
+
+
+class GatewaySettings(RedisSettings):
+    """What a gateway needs to know."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65_535)
+    """Port to listen on; 0 takes a free one."""
+    gateway_id: str = Field(default_factory=_own_id, pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """This gateway's name in jobs and log lines."""
+    max_body_bytes: Bytes = 32 << 20
+    """Largest request body; above it 413."""
+    body_timeout_s: Seconds = 60
+    """Longest wait for a request's body."""
+    request_timeout_s: Seconds = 600
+    """Time limit of a request, queueing included, unless it sends `X-Request-Timeout`."""
+    max_request_timeout_s: Seconds = 3600
+    """Highest time limit that `X-Request-Timeout` can ask for."""
+    submit_timeout_s: Annotated[float, Field(gt=0, le=60)] = 1.8
+    """Longest wait for the queue to take a job; above it 503."""
+    first_byte_grace_s: Seconds = 5
+    """How long a stream's status waits for the engine's before it becomes 200."""
+    keepalive_s: Seconds = 10
+    """Longest silence in a stream; then a comment is sent."""
+    max_queue_depth: int = Field(1000, ge=0, le=10_000_000)
+    """Most jobs that may wait in one lane of a pool, beyond those its seats hold; above it 503."""
+    max_streams: int = Field(4096, ge=1, le=1_000_000)
+    """Most requests that one process relays at once; above it 503."""
+    stream_buffer_bytes: Bytes = 256 << 10
+    """Most bytes held for a client that reads slowly; what is beyond is read from the log later."""
+    max_answer_bytes: Bytes = 128 << 20
+    """Largest answer that is not a stream."""
+    stall_timeout_s: Seconds = 60
+    """How long a client may take nothing of what was sent before it is cut."""
+    force_cancel_s: Seconds = 5
+    """How long a worker has to end a cancelled job before it is ended over its head."""
+    registry_refresh_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
+    """How often the list of workers and the depth of the queue are read."""
+    drain_timeout_s: Seconds = 30
+    """How long open requests may go on after SIGTERM; then they end with an error."""
+    http_keepalive_s: int = Field(75, ge=1, le=3600)
+    """How long an idle client connection is kept."""
+    max_header_bytes: int = Field(64 << 10, ge=8 << 10, le=1 << 20)
+    """Largest total of a request's headers, where the HTTP parser has such a limit."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_request_timeout_s < self.request_timeout_s:
+            raise ValueError("max_request_timeout_s must not be below request_timeout_s")
+        return self

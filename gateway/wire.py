@@ -1,0 +1,62 @@
+"""What ASGI lacks, on servers whose inside we know: the transport behind an answer.
+
+uvicorn's internals are touched here and nowhere else. On another server, or when they have
+changed, everything here says "don't know" and the callers fall back on plain ASGI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import Send
+
+_UNBOUNDED = 1 << 62
+
+
+class Wire:
+    """The connection that an answer goes out on."""
+
+    def __init__(self, send: Send) -> None:
+        cycle: Any = getattr(send, "__self__", None)
+        module = type(cycle).__module__
+        self._cycle: Any = cycle if module.startswith("uvicorn.protocols.http.") else None
+        self._chunks_always = module.endswith(".httptools_impl")
+        transport: Any = getattr(self._cycle, "transport", None)
+        known = all(hasattr(transport, name) for name in ("abort", "get_write_buffer_size"))
+        self._transport: asyncio.Transport | None = transport if known else None
+
+    def abort(self) -> None:
+        """Cut the connection; what was not sent yet is dropped."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def unsent(self) -> int | None:
+        """Return the number of bytes that wait for the client, if that is known."""
+        if self._transport is None or self._transport.is_closing():
+            return None
+        return self._transport.get_write_buffer_size()
+
+    def can_unchunk(self) -> bool:
+        """Tell whether an HTTP/1.0 client can be sent a body of unknown length on this server.
+
+        uvicorn's httptools protocol would send it chunked, which HTTP/1.0 doesn't know.
+        """
+        if not self._chunks_always:
+            return True
+        cycle = self._cycle
+        return (
+            getattr(cycle, "chunked_encoding", 0) is None
+            and getattr(cycle, "expected_content_length", None) == 0
+        )
+
+    def unchunk(self) -> None:
+        """Before the answer starts: let its end be the connection's end."""
+        if self._chunks_always:
+            self._cycle.chunked_encoding = False
+            self._cycle.expected_content_length = _UNBOUNDED
+
+    def end_unchunked(self, last_bytes: int) -> None:
+        """Before the last body message, of this length."""
+        if self._chunks_always:
+            self._cycle.expected_content_length = last_bytes

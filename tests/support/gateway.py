@@ -1,0 +1,62 @@
+"""A real gateway on a real socket, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, Self
+
+from pydantic import SecretStr
+
+from gateway.__main__ import Server, build_server
+from gateway.gateway import Gateway
+from gateway.settings import GatewaySettings
+
+
+class RunningGateway:
+    """Serving inside `async with`; ready when it knows `workers` workers."""
+
+    def __init__(self, redis_url: str, *, workers: int = 1, **settings: Any) -> None:
+        settings = {"registry_refresh_s": 0.05, "drain_timeout_s": 1, **settings}
+        self.settings = GatewaySettings(redis_url=SecretStr(redis_url), **settings)
+        self._workers = workers
+        self.server: Server = build_server(self.settings)
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(1024)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.chat = f"{self.url}/v1/chat/completions"
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def gateway(self) -> Gateway:
+        """Its parts."""
+        return self.server.application.gateway
+
+    async def wait_ready(self, workers: int = 1, timeout_s: float = 5) -> None:
+        """Wait until the queue is reached and so many workers are known."""
+        gateway = self.gateway
+        async with asyncio.timeout(timeout_s):
+            while not (
+                self.server.started
+                and (not workers or gateway.subscriber.connected)
+                and gateway.models.ready_workers >= workers
+            ):
+                await asyncio.sleep(0.005)
+
+    async def __aenter__(self) -> Self:
+        self.task = asyncio.get_running_loop().create_task(
+            self.server.serve(sockets=[self._socket])
+        )
+        await self.wait_ready(self._workers)
+        return self
+
+    async def stop(self) -> None:
+        """End it as SIGTERM does."""
+        self.server.should_exit = True
+        if self.task is not None:
+            await self.task
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
