@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 from redis.asyncio import Redis
 
-from shared.errors import LanesLost, QueueUnavailable
+from shared.errors import LanesLost, QueueUnavailable, Unavailable
 from shared.keys import LANES, tag
 from shared.logs import Log
 from shared.transitions import Adopted, Claimed, Transitions
@@ -100,7 +100,7 @@ class Claims:
                 log.warning("lanes.lost")
                 self._unsure = True
                 await asyncio.sleep(0.05)
-            except QueueUnavailable:
+            except Unavailable:
                 self._unsure = True
                 delay_s = min(max(delay_s * 2, 0.1), 1.0)
                 log.warning("queue.unreachable", retry_in_s=delay_s)

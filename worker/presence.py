@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from shared.errors import LanesLost, QueueUnavailable
+from shared.errors import LanesLost, Unavailable
 from shared.keys import tag
 from shared.logs import Log
 from shared.protocol import ModelRecord, WorkerRecord
@@ -72,7 +72,7 @@ class Presence:
             except LanesLost:
                 self._sound_since = None
                 log.warning("beat.lanes_lost")
-            except QueueUnavailable as error:
+            except Unavailable as error:
                 self._sound_since = None
                 log.warning("beat.failed", error=error.code)
             self.on_beat()
