@@ -20,6 +20,7 @@ import pytest
 
 from compose.pool import valkey_server
 from gateway.settings import GatewaySettings
+from shared.keys import Keys, tag
 from worker.engine.simulated import SimulatedSettings
 from worker.settings import WorkerSettings
 
@@ -215,3 +216,10 @@ def test_server_takes_its_configuration(tmp_path: Path) -> None:
     # A flat array: `$<length>`, name, `$<length>`, value.
     told = dict(zip(words[2::4], words[4::4], strict=False))
     assert told == wanted
+
+
+def test_operations_name_the_stream_that_scaling_looks_at() -> None:
+    words = (ROOT / "docs" / "operations.md").read_text()
+    stream = Keys().lane(tag("my-model", 0), "interactive")
+    assert f'stream: "{stream}"' in words
+    assert 'print(Keys().lane(tag("my-model", 0), "interactive"))' in words
