@@ -1,7 +1,7 @@
 """Hears nudges: a gateway that cancels a running job tells its worker at once.
 
 The cancel itself stands in the job's key. A nudge that is lost is found there by the next write or
-beat.
+beat. `drain` comes from an operator, who repeats it until the worker has left.
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ log = Log("cancellation")
 class Nudges:
     """The sink of the worker's control channel."""
 
-    def __init__(self, running: Running, missed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        running: Running,
+        missed: Callable[[], None],
+        drain: Callable[[], None] = lambda: None,
+    ) -> None:
         self._running = running
         self._missed = missed
+        self._drain = drain
+        """Begins the drain; may be called again."""
 
     def on_message(self, message: bytes) -> None:
-        """Take `cancel <job> <owner> <reason>`."""
+        """Take `cancel <job> <owner> <reason>` or `drain`."""
+        if message == b"drain":
+            log.info("worker.drain_asked")
+            self._drain()
+            return
         try:
             verb, job_id, owner, reason = message.decode().split(" ")
         except ValueError:

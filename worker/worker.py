@@ -164,7 +164,7 @@ class Worker:
     async def _serve(self) -> Exit:
         """Claim and run until told to stop or until the engine fails, then drain."""
         pool, worker_id = self._presence.pool, self._settings.worker_id
-        nudges = Nudges(self._running, self._presence.beat_now)
+        nudges = Nudges(self._running, self._presence.beat_now, self._stop.set)
         self._subscriber.keep(self._keys.control(tag(pool, 0), worker_id), nudges)
         self._claims.pool = pool
         async with asyncio.TaskGroup() as runs:
