@@ -15,8 +15,17 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import NoScriptError
 
 _FOLDER = files("shared") / "lua"
-_ENDS_JOBS = frozenset({"adopt", "cancel", "finish"})
-_REFUSED_WHEN_FULL = frozenset({"submit"})
+_PARTS = {
+    "submit": "enqueue",
+    "requeue": "enqueue",
+    "adopt": "end_job",
+    "cancel": "end_job",
+    "finish": "end_job",
+    "peek": "without_body",
+    "peek_dead": "without_body",
+}
+"""What several scripts share: script → the file that stands before it."""
+_REFUSED_WHEN_FULL = frozenset({"submit", "requeue"})
 """At `maxmemory` new work is refused; everything that ends, frees or goes on must get through."""
 
 NAMES = (
@@ -30,7 +39,7 @@ NAMES = (
     "beat",
     "hand_back",
 )
-"""The transitions. `announce` is the registry's."""
+"""The transitions. `announce` is the registry's; `requeue` and the peeks are `headrace-admin`'s."""
 
 Args = Sequence[Any]
 
@@ -38,8 +47,8 @@ Args = Sequence[Any]
 def source(name: str, *, shebang: bool = True) -> str:
     """Return a script's full text. fakeredis doesn't know the shebang line."""
     text = (_FOLDER / f"{name}.lua").read_text()
-    if name in _ENDS_JOBS:
-        text = (_FOLDER / "end_job.lua").read_text() + text
+    if name in _PARTS:
+        text = (_FOLDER / f"{_PARTS[name]}.lua").read_text() + text
     if not shebang:
         return text
     return ("#!lua\n" if name in _REFUSED_WHEN_FULL else "#!lua flags=allow-oom\n") + text
