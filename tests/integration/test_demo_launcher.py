@@ -125,11 +125,14 @@ def test_stop_before_it_is_ready(state: Path) -> None:
         assert demo.read_rest() == 130, demo.text
 
 
-def test_process_that_dies_early_ends_the_demo_with_its_last_words(state: Path) -> None:
-    with launched(state, "--once", HEADRACE_SIMULATED_KV_TOKENS="2") as demo:
+@pytest.mark.parametrize(
+    "wrong", ["HEADRACE_SIMULATED_SEATS", "HEADRACE_SIMULATED_KV_TOKENS"], ids=["setting", "engine"]
+)
+def test_process_that_dies_early_ends_the_demo_with_its_last_words(state: Path, wrong: str) -> None:
+    value = "0" if wrong.endswith("SEATS") else "2"
+    with launched(state, "--once", **{wrong: value}) as demo:
         assert demo.read_rest() == 1, demo.text
-    report = demo.text.split("failed: worker ended with exit code", 1)[1]
-    assert "HEADRACE_SIMULATED_KV_TOKENS" in report
+    assert wrong in demo.text.split("failed: worker ended with exit code", 1)[1]
 
 
 def test_loss_of_one_worker_of_two_is_borne_and_of_the_last_is_not(state: Path) -> None:
