@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from shared.errors import EngineFailed, QueueUnavailable, WorkerLost
@@ -52,6 +51,17 @@ class Jobs:
         for task in self._tasks:
             task.cancel()
 
+    def move(self, run: Run, *, restart: bool) -> bool:
+        """Give a job that runs to another worker; False if what it has sent can't be continued.
+
+        `restart`: also one whose work so far would be lost.
+        """
+        job = run.adopted.job
+        movable = self._continuable(run) if job.stream else restart
+        if movable:
+            run.stop("moved")
+        return movable
+
     def begin(self, adopted: Adopted) -> None:
         """Run a job that was just adopted."""
         run = Run(adopted, self._engine, self._publisher)
@@ -84,21 +94,35 @@ class Jobs:
 
     async def _execute(self, run: Run) -> End | None:
         """Run a job; None where it goes on elsewhere."""
-        job = run.adopted.job
         if run.adopted.base > 0 and not await self._continue(run):
             lost = WorkerLost("The worker that streamed the answer was lost.")
             return End(outcome="failed", code=lost.code, message=lost.message)
         end = await run.execute()
-        if run.call.fault is None or run.stopped is not None or run.outbox.advanced:
+        if run.stopped == "moved" and end is None:
+            await self._hand_back(run, blame=False)
+            return None
+        if run.call.fault is None or run.stopped is not None:
             return end
         # Was it this request that failed, or the engine? That shows a moment later.
         await first(self.broken.wait(), timeout_s=BROKEN_S)
-        if self.broken.is_set():
-            with contextlib.suppress(QueueUnavailable):
-                await self._transitions.hand_back(run.adopted, blame=True)
-                log.warning("job.handed_back", job=job.id, reason="engine failed")
-                return None
-        return end
+        if not self.broken.is_set() or not self._continuable(run):
+            return end
+        return None if await self._hand_back(run, blame=True) else end
+
+    def _continuable(self, run: Run) -> bool:
+        job = run.adopted.job
+        return not (job.stream and run.outbox.advanced) or self._engine.resumable(
+            job.path, job.body
+        )
+
+    async def _hand_back(self, run: Run, *, blame: bool) -> bool:
+        """Return a job to the pool; what it has written stays in its log."""
+        try:
+            await self._transitions.hand_back(run.adopted, blame=blame)
+        except QueueUnavailable:
+            return False  # Its lease lapses, and another worker takes it over.
+        log.warning("job.handed_back", job=run.adopted.job.id, blame=blame)
+        return True
 
     async def _continue(self, run: Run) -> bool:
         """Have a run go on where an earlier attempt was cut; False if that can't be done."""

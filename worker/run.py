@@ -30,6 +30,12 @@ _ENDS: dict[str, type[HeadraceError]] = {
     "expired": RequestTimeout,
     "drained": WorkerLost,
 }
+_ELSEWHERE = frozenset({"fenced", "moved"})
+"""Reasons after which the job isn't this worker's to end."""
+
+
+_DRAIN = frozenset({"drained", "moved"})
+"""Reasons that don't undo an answer that is already whole."""
 
 
 class Run:
@@ -44,7 +50,8 @@ class Run:
         self._diverged = False
         self.outbox = Outbox(adopted, publisher, self.stop)
         self.stopped: str | None = None
-        """Why the job must not go on: `cancelled`, `expired`, `drained` or `fenced`."""
+        """Why the job must not go on here: `cancelled`, `expired`, `drained` (no time is left),
+        `moved` (to another worker) or `fenced` (another has it)."""
         self._engine = engine
         self.stopping = asyncio.Event()
         self._body_given = False
@@ -63,8 +70,9 @@ class Run:
         A reason of a newer version is a cancel.
         """
         if self.stopped is None or reason == "fenced":
-            self.stopped = reason if reason in _ENDS or reason == "fenced" else "cancelled"
-        if not (self._complete and self.stopped == "drained"):
+            known = reason in _ENDS or reason in _ELSEWHERE
+            self.stopped = reason if known else "cancelled"
+        if not (self._complete and self.stopped in _DRAIN):
             self.outbox.discard()
         self.stopping.set()
 
@@ -115,22 +123,24 @@ class Run:
             await asyncio.wait({app}, timeout=DISCONNECT_S)
 
     def _end(self) -> End | None:
-        if self.stopped == "fenced":
+        whole = self._complete and (self.stopped is None or self.stopped in _DRAIN)
+        if not whole and self.stopped in _ELSEWHERE:
             return None
         counted = self.call.usage
         usage = Usage(counted.prompt_tokens, counted.completion_tokens, counted.cached_tokens)
-        if self.stopped is not None and not (self._complete and self.stopped == "drained"):
-            kind = _ENDS[self.stopped]
+        outcome = "failed"
+        error: type[HeadraceError] | None = None
+        if not whole and self.stopped is not None:
+            error = _ENDS[self.stopped]
             outcome = "failed" if self.stopped == "drained" else self.stopped
-            return End(outcome=outcome, code=kind.code, message=kind().message, usage=usage)
-        if self._diverged:
-            diverged = Diverged()
-            return End(outcome="failed", code=diverged.code, message=diverged.message, usage=usage)
-        if self.call.fault is not None or not self._complete:
+        elif self._diverged:
+            error = Diverged
+        elif self.call.fault is not None or not whole:
             self.outbox.discard()
-            failed = EngineFailed()
-            return End(outcome="failed", code=failed.code, message=failed.message, usage=usage)
-        return End(outcome="completed", usage=usage)
+            error = EngineFailed
+        if error is None:
+            return End(outcome="completed", usage=usage)
+        return End(outcome=outcome, code=error.code, message=error().message, usage=usage)
 
     def _scope(self) -> dict[str, Any]:
         job = self.adopted.job

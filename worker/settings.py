@@ -37,8 +37,10 @@ class WorkerSettings(RedisSettings):
     """How long the pool believes in a worker, and a job in its owner, without a beat."""
     beat_s: Seconds = 0.8
     """Time between beats."""
+    drain_grace_s: Seconds = 5
+    """How long running jobs may finish after SIGTERM before they move to other workers."""
     drain_timeout_s: Seconds = 120
-    """Longest wait for running jobs after SIGTERM."""
+    """Longest wait for running jobs after SIGTERM, where no other worker has room."""
     start_timeout_s: Seconds = 1800
     """Longest wait for the engine to load and to answer its warm-up request."""
     stall_s: Seconds = 60

@@ -211,18 +211,37 @@ class Worker:
         claiming.cancel()
 
     async def _drain(self, failed: asyncio.Task[str]) -> None:
-        """Let what runs finish; what is left after `drain_timeout_s` ends with an error."""
+        """Let what runs finish; after a grace, move what others have room for; at last, all."""
         log.info("worker.draining", running=len(self._running.jobs))
-        timeout_s = self._settings.drain_timeout_s
-        await first(
-            self._running.drained(),
-            self._hurry.wait(),
-            asyncio.shield(failed),
-            timeout_s=timeout_s,
-        )
+        settings, loop = self._settings, asyncio.get_running_loop()
+        until = loop.time() + settings.drain_timeout_s
+        await self._wait_drained(failed, min(settings.drain_grace_s, settings.drain_timeout_s))
+        while self._running.jobs and not self._hurry.is_set() and loop.time() < until:
+            room = await self._room_elsewhere()
+            for run in list(self._running.jobs.values()):
+                if room > 0 and run.stopped is None and self._jobs.move(run, restart=False):
+                    room -= 1
+            await self._wait_drained(failed, min(settings.beat_s, until - loop.time()))
+            if failed.done():
+                return
         for run in self._running.jobs.values():
-            log.warning("job.drained", job=run.adopted.job.id)
-            run.stop("drained")
+            if run.stopped is None and not self._jobs.move(run, restart=True):
+                log.warning("job.drained", job=run.adopted.job.id)
+                run.stop("drained")
+
+    async def _wait_drained(self, failed: asyncio.Task[str], timeout_s: float) -> None:
+        waits = self._running.drained(), self._hurry.wait(), asyncio.shield(failed)
+        await first(*waits, timeout_s=max(timeout_s, 0))
+
+    async def _room_elsewhere(self) -> int:
+        """Return the free seats of the pool's other ready workers."""
+        try:
+            ready = (await self._registry.snapshot()).ready()
+        except QueueUnavailable:
+            return 0
+        pool, own_id = self._presence.pool, self._settings.worker_id
+        others = [one for one in ready if one.pool == pool and one.id != own_id]
+        return sum(max(one.seats - one.running, 0) for one in others)
 
     def _set_state(self, state: str) -> None:
         self._presence.state = state
