@@ -1,0 +1,54 @@
+"""`drain`: ask a worker to leave, as SIGTERM does, from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from shared.admin.access import Access, Refused
+from shared.admin.documents import Drained
+from shared.keys import tag
+from shared.protocol import WorkerRecord
+from shared.transitions import translated
+
+_LOOK_S = 0.2
+_REPEAT_S = 2.0
+"""How often it is asked again: a worker that loads hears nothing yet, and a message may be lost."""
+
+
+async def drain(access: Access, worker_id: str, wait_s: float) -> Drained:
+    """Ask a worker to drain, and wait until it has left. Raises `Refused`."""
+    record = first = await _find(access, worker_id)
+    if first is None:
+        raise Refused(f"no worker `{worker_id}`", "worker_not_found")
+    begun = time.monotonic()
+    asked_at, heard = begun, await _ask(access, first)
+    while (record := await _find(access, worker_id)) is not None:
+        now = time.monotonic()
+        if record.started_ms != first.started_ms:
+            break  # Its supervisor has started another under the same name.
+        if now - begun >= wait_s:
+            outcome = "draining" if heard or record.state == "draining" else "unheard"
+            return Drained(
+                worker=worker_id, outcome=outcome, running=record.running, waited_s=now - begun
+            )
+        if now - asked_at >= _REPEAT_S and record.state != "draining":
+            asked_at, heard = now, await _ask(access, record) or heard
+        await asyncio.sleep(min(_LOOK_S, wait_s))
+    waited_s = time.monotonic() - begun
+    return Drained(worker=worker_id, outcome="left", running=0, waited_s=waited_s)
+
+
+async def _find(access: Access, worker_id: str) -> WorkerRecord | None:
+    workers = (await access.registry.snapshot()).workers
+    return next((one for one in workers if one.id == worker_id), None)
+
+
+async def _ask(access: Access, record: WorkerRecord) -> bool:
+    """Send `drain` on the worker's channel of each tag; whether anybody listened."""
+    heard = 0
+    async with translated():
+        for shard in range(record.shards):
+            channel = access.keys.control(tag(record.pool, shard), record.id)
+            heard += await access.redis.publish(channel, "drain")
+    return heard > 0
