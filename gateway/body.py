@@ -24,6 +24,7 @@ _TRUE_WORDS = frozenset({"true", "1", "yes", "on", "t", "y"})
 _INT_DIGITS = 4300
 """Python, and so the worker, refuses longer integers."""
 _HUGE_NUMBER = re.compile(rb"[0-9]{%d}" % (_INT_DIGITS + 1))
+_MOST_SEQUENCES = 65_536
 _LINGER_S = 2.0
 _LINGER_BYTES = 256 << 20
 
@@ -33,6 +34,7 @@ class Fields(msgspec.Struct, frozen=True):
 
     model: Any = None
     stream: Any = None
+    n: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
@@ -51,6 +53,11 @@ class Fields(msgspec.Struct, frozen=True):
         if isinstance(self.stream, str):
             return self.stream.lower() in _TRUE_WORDS
         return self.stream is True or self.stream == 1
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences the request takes in the engine."""
+        return self.n if type(self.n) is int and 1 <= self.n <= _MOST_SEQUENCES else 1
 
     @property
     def max_tokens_given(self) -> bool:

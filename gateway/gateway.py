@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from gateway import body
-from gateway.cancels import Canceller
+from gateway.cancels import RUNNERS, Canceller
 from gateway.endpoints import Endpoint
 from gateway.exchange import exchange_of
 from gateway.jobs import Jobs
@@ -47,7 +47,12 @@ class Gateway:
             settings, name=f"{name}-pubsub", ack_timeout_s=settings.redis_timeout_s
         )
         self.transitions = Transitions(self.redis, keys, result_ttl_s=settings.result_ttl_s)
-        self.canceller = Canceller(self.transitions, force_after_s=settings.force_cancel_s)
+        # On connections of its own: a storm of cancels and one of requests must not meet.
+        self.cancel_redis = connect(settings, name=f"{name}-cancels", connections=RUNNERS)
+        self.canceller = Canceller(
+            Transitions(self.cancel_redis, keys, result_ttl_s=settings.result_ttl_s),
+            force_after_s=settings.force_cancel_s,
+        )
         self.models = Models(settings, Registry(self.redis, keys), self.transitions, self.metrics)
         self.sweeper = Sweeper()
         self.submitter = Submitter(
@@ -94,6 +99,7 @@ class Gateway:
         self.submitter.draining = True
         await self.canceller.drain(_CLEANUP_S)
         await self.redis.aclose()
+        await self.cancel_redis.aclose()
 
     def render_metrics(self) -> bytes:
         """Return the metrics with the gauges that nobody keeps."""
@@ -127,6 +133,7 @@ class Gateway:
             model=record.name,
             lane=fields.lane,
             stream=endpoint.streams and fields.asks_stream,
+            sequences=fields.sequences,
             max_tokens_given=fields.max_tokens_given,
             request_id=exchange.request_id,
             gateway=settings.gateway_id,

@@ -84,7 +84,7 @@ class Metrics:
         if not exchange.job_id or outcome == ClientGone.code:
             return
         self.duration.labels(endpoint, model).observe(duration_s)
-        if ttft_s is None:
+        if ttft_s is None or exchange.status >= 400:
             return
         self.first_token.labels(endpoint, model).observe(ttft_s)
         tokens = exchange.output_tokens or exchange.items

@@ -12,14 +12,30 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from shared.errors import Diverged, HeadraceError, JobLost, QueueUnavailable, RequestTimeout
-from shared.protocol import End, Envelope, Head, decode_frame, open_message
-from shared.transitions import LogPage
+from shared.protocol import End, Envelope, Head, Item, open_message
+from shared.transitions import LOG_PAGE, LogPage
 
 SILENCE_S = 1.0
 MAX_SILENCE_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+_FIRST_PAGE = 20
+"""Log entries read at once, until it is known how large they are."""
+
+
+class _Relayed(msgspec.Struct, frozen=True, array_like=True):
+    """What a gateway needs of a `Frame`: its first fields. The tokens behind them stay encoded."""
+
+    items: list[Item] = []
+    head: Head | None = None
+    template: tuple[bytes, bytes] | None = None
+    end: End | None = None
+
+
+_decode = msgspec.msgpack.Decoder(_Relayed).decode
 
 
 class Part(NamedTuple):
@@ -48,6 +64,7 @@ class JobStream:
         "_limit_bytes",
         "_loop",
         "_owner",
+        "_page",
         "_prefix",
         "_queue",
         "_read_log",
@@ -72,7 +89,7 @@ class JobStream:
         job_id: str,
         lane: str,
         *,
-        read_log: Callable[[str, int], Awaitable[LogPage]],
+        read_log: Callable[[str, int, int], Awaitable[LogPage]],
         limit_bytes: int,
         deadline: float,
         count_read: Callable[[str], None] = lambda _: None,
@@ -105,6 +122,7 @@ class JobStream:
         self._retry_at = 0.0
         self._backoff_s = 0.0
         self._empty_reads = 0
+        self._page = _FIRST_PAGE
         self._owner: bytes | None = None
         self._prefix = self._suffix = b""
         self._heads = 0
@@ -206,7 +224,7 @@ class JobStream:
         reason, self._behind = self._behind, ""
         self._taking = True
         try:
-            page = await self._read_log(self.job_id, self.cursor)
+            page = await self._read_log(self.job_id, self.cursor, self._page)
         except QueueUnavailable:
             self._behind = reason
             self._backoff_s = min(max(2 * self._backoff_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
@@ -217,11 +235,18 @@ class JobStream:
         self._count_read(reason)
         self._backoff_s = 0.0
         part = self._join(page.envelopes) if page.envelopes else None
+        if part is not None:
+            self._fit_page(part, len(page.envelopes))
         self._meet_queue(reason, progressed=part is not None)
         if page.more and not self._queue:
             self._behind = self._behind or reason
         self._check_state(page, reason)
         return part
+
+    def _fit_page(self, part: Part, frames: int) -> None:
+        """Read about as much at once as the buffer may hold."""
+        size = len(part.data) // frames + 1
+        self._page = min(LOG_PAGE, max(1, self._limit_bytes // size))
 
     def _meet_queue(self, reason: str, *, progressed: bool) -> None:
         """Join what the channel brought meanwhile to what the log gave."""
@@ -264,7 +289,7 @@ class JobStream:
             if not self._follows(envelope):
                 break
             self.cursor = envelope.seq
-            frame = decode_frame(envelope.body)
+            frame = _decode(envelope.body)
             if frame.head is not None:
                 self._heads += 1
                 if self._heads > 1:
@@ -295,5 +320,4 @@ class JobStream:
                 self.fail(Diverged())
                 return False
             self._owner = envelope.owner
-            self._prefix = self._suffix = b""
         return True

@@ -7,6 +7,9 @@ changed, everything here says "don't know" and the callers fall back on plain AS
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import struct
+import termios
 from typing import Any
 
 from starlette.types import Send
@@ -32,10 +35,11 @@ class Wire:
             self._transport.abort()
 
     def unsent(self) -> int | None:
-        """Return the number of bytes that wait for the client, if that is known."""
-        if self._transport is None or self._transport.is_closing():
+        """Return the number of bytes that the client hasn't taken yet, if that is known."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return None
-        return self._transport.get_write_buffer_size()
+        return transport.get_write_buffer_size() + _unacknowledged(transport)
 
     def can_unchunk(self) -> bool:
         """Tell whether an HTTP/1.0 client can be sent a body of unknown length on this server.
@@ -60,3 +64,17 @@ class Wire:
         """Before the last body message, of this length."""
         if self._chunks_always:
             self._cycle.expected_content_length = last_bytes
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Return the bytes in the kernel's queue.
+
+    It takes new ones only in large steps: a slow reader's progress shows here long before it shows
+    in the transport's own buffer.
+    """
+    sock = transport.get_extra_info("socket")
+    try:
+        reply = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except (AttributeError, OSError, ValueError):
+        return 0
+    return int(struct.unpack("i", reply)[0])

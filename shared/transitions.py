@@ -439,15 +439,15 @@ class Transitions:
             lane: Any = await self._redis.hget(self._keys.job(job_id), "lane")
         return lane.decode() if lane else None
 
-    async def read_log(self, job_id: str, after: int) -> LogPage:
+    async def read_log(self, job_id: str, after: int, count: int = LOG_PAGE) -> LogPage:
         """Read a page of a job's log behind a sequence number."""
         async with translated():
             pipeline = self._redis.pipeline(transaction=False)
-            pipeline.xrange(self._keys.log(job_id), f"({after}-0", "+", count=LOG_PAGE)
+            pipeline.xrange(self._keys.log(job_id), f"({after}-0", "+", count=count)
             pipeline.hget(self._keys.job(job_id), "state")
             entries, state = await pipeline.execute()
         envelopes = [protocol.open_entry(entry, fields[b"f"]) for entry, fields in entries]
-        return LogPage(envelopes, state.decode() if state else None, len(entries) == LOG_PAGE)
+        return LogPage(envelopes, state.decode() if state else None, len(entries) == count)
 
     async def depths(self, job_tag: str) -> dict[str, int]:
         """Return the number of jobs in each lane, queued and running."""

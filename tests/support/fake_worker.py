@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 from pydantic import SecretStr
 
@@ -87,9 +87,15 @@ class FakeWorker:
     """Registered and ready, inside `async with`."""
 
     def __init__(
-        self, url: str, *, pool: str = "tiny", models: Sequence[str] = (), seats: int = 8
+        self,
+        url: str,
+        *,
+        key_prefix: str = "headrace",
+        pool: str = "tiny",
+        models: Sequence[str] = (),
+        seats: int = 8,
     ) -> None:
-        settings = RedisSettings(redis_url=SecretStr(url))
+        settings = RedisSettings(redis_url=SecretStr(url), key_prefix=key_prefix)
         self.keys = Keys(settings.key_prefix)
         self.redis = connect(settings, name="fake-worker")
         self.transitions = Transitions(self.redis, self.keys, result_ttl_s=60)
@@ -119,9 +125,10 @@ class FakeWorker:
 
     async def take(self, timeout_s: float = 5) -> Running:
         """Claim and adopt the next job."""
+        limits = dict.fromkeys(LANES, 1)
         async with asyncio.timeout(timeout_s):
             while True:
-                for claimed in await self.transitions.claim(self.tag, LANES, self.id, 1):
+                for claimed in await self.transitions.claim(self.tag, limits, self.id):
                     adopted = await self.transitions.adopt(claimed, secrets.token_hex(8), self.id)
                     if isinstance(adopted, Adopted):
                         return Running(self, adopted)
@@ -140,7 +147,7 @@ class FakeWorker:
 
     async def job_state(self, job_id: str) -> dict[str, str]:
         """Return a job's record, without the binary fields."""
-        raw = await self.redis.hgetall(self.keys.job(job_id))  # type: ignore[misc]
+        raw: Any = await self.redis.hgetall(self.keys.job(job_id))
         return {
             name.decode(): value.decode()
             for name, value in raw.items()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from pydantic import SecretStr
@@ -11,6 +14,8 @@ from pydantic import SecretStr
 from gateway.__main__ import Server, build_server
 from gateway.gateway import Gateway
 from gateway.settings import GatewaySettings
+from tests.support.fake_worker import FakeWorker
+from tests.support.waiting import until
 
 
 class RunningGateway:
@@ -37,13 +42,12 @@ class RunningGateway:
     async def wait_ready(self, workers: int = 1, timeout_s: float = 5) -> None:
         """Wait until the queue is reached and so many workers are known."""
         gateway = self.gateway
-        async with asyncio.timeout(timeout_s):
-            while not (
-                self.server.started
-                and (not workers or gateway.subscriber.connected)
-                and gateway.models.ready_workers >= workers
-            ):
-                await asyncio.sleep(0.005)
+
+        def ready() -> bool:
+            linked = not workers or gateway.subscriber.connected
+            return self.server.started and linked and gateway.models.ready_workers >= workers
+
+        await until(ready, "the gateway is ready", timeout=timeout_s, every=0.005)
 
     async def __aenter__(self) -> Self:
         self.task = asyncio.get_running_loop().create_task(
@@ -60,3 +64,16 @@ class RunningGateway:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+
+@asynccontextmanager
+async def pool(
+    redis_url: str, *, gateway_url: str = "", seats: int = 8, **settings: Any
+) -> AsyncIterator[tuple[RunningGateway, FakeWorker]]:
+    """A gateway and a fake worker with keys of their own. `gateway_url`: its way to the server."""
+    prefix = f"t{secrets.token_hex(6)}"
+    async with (
+        FakeWorker(redis_url, key_prefix=prefix, seats=seats) as worker,
+        RunningGateway(gateway_url or redis_url, key_prefix=prefix, **settings) as gateway,
+    ):
+        yield gateway, worker

@@ -1,0 +1,316 @@
+"""Everything that is refused: OpenAI's body, the right status, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.endpoints import ENDPOINTS
+from tests.support import sse
+from tests.support.fake_worker import FakeWorker
+from tests.support.gateway import RunningGateway, pool
+from tests.support.proxy import TcpProxy
+from tests.support.valkey import ValkeyServer
+from tests.support.waiting import until
+from tests.unit.test_gateway_body import BAD
+
+WHOLE = {"model": "tiny", "messages": []}
+
+Pair = tuple[RunningGateway, FakeWorker]
+
+
+@pytest.fixture
+async def pair(valkey: ValkeyServer) -> AsyncIterator[Pair]:
+    async with pool(valkey.url, max_body_bytes=1 << 20) as both:
+        yield both
+
+
+def check_error(response: sse.Response, raw: bytes, status: int, code: str) -> dict[str, object]:
+    """Check an error's whole form and return it."""
+    assert response.status == status, raw
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = json.loads(raw)
+    assert list(body) == ["error"]
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["message"]
+    assert not any(word in error["message"] for word in ("Traceback", "<class", "0x", "b'"))
+    if status == 503:
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert isinstance(error, dict)
+    return error
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_bodies(pair: Pair, name: str) -> None:
+    gateway, worker = pair
+    response, raw = await sse.fetch(gateway.chat, BAD[name])
+    assert response.status == 400
+    check_error(response, raw, 400, json.loads(raw)["error"]["code"])
+    assert await worker.job_ids() == []
+
+
+async def test_unknown_things(pair: Pair) -> None:
+    gateway, _ = pair
+    response, raw = await sse.fetch(gateway.chat, {**WHOLE, "model": "caf\u00e9"})
+    error = check_error(response, raw, 404, "model_not_found")
+    assert error["param"] == "model"
+    assert raw.isascii()
+    response, raw = await sse.fetch(f"{gateway.url}/v1/chat/nope", WHOLE)
+    check_error(response, raw, 404, "unknown_url")
+    response, raw = await sse.fetch(gateway.chat)
+    check_error(response, raw, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    response, raw = await sse.fetch(f"{gateway.url}/v1/models", WHOLE)
+    check_error(response, raw, 405, "method_not_allowed")
+    response, raw = await sse.fetch(f"{gateway.url}/v1/models/nope")
+    check_error(response, raw, 404, "model_not_found")
+
+
+async def test_content_types(pair: Pair) -> None:
+    gateway, worker = pair
+    for wrong in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        response, raw = await sse.fetch(gateway.chat, WHOLE, headers={"content-type": wrong})
+        check_error(response, raw, 415, "unsupported_media_type")
+    for right in ("application/json; charset=utf-8", "application/vnd.api+json", None):
+        request = sse.request_bytes(gateway.chat, WHOLE)
+        line = b"" if right is None else f"content-type: {right}\r\n".encode()
+        request = request.replace(b"content-type: application/json\r\n", line)
+        wire = await sse.connect(gateway.url)
+        await wire.send(request)
+        await (await worker.take()).whole(b"{}")
+        assert (await sse.read_head(wire)).status == 200
+        wire.close()
+
+
+async def test_stored_state_is_refused(pair: Pair) -> None:
+    gateway, _ = pair
+    url = f"{gateway.url}/v1/responses"
+    for name, value in (("background", True), ("previous_response_id", "resp_1")):
+        response, raw = await sse.fetch(url, {"model": "tiny", "input": "x", name: value})
+        error = check_error(response, raw, 400, "invalid_request")
+        assert error["param"] == name
+
+
+async def test_body_that_says_it_is_too_large(pair: Pair) -> None:
+    gateway, _ = pair
+    wire = await sse.connect(gateway.url)
+    await wire.send(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n"
+        b"expect: 100-continue\r\n\r\n"
+    )
+    response = await sse.read_head(wire)
+    check_error(response, await response.body(), 413, "body_too_large")
+    assert response.headers["connection"] == "close"
+    wire.close()
+
+
+async def test_body_that_grows_too_large_is_refused_while_it_is_read(pair: Pair) -> None:
+    gateway, worker = pair
+    wire = await sse.connect(gateway.url)
+    await wire.send(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    for _ in range(17):
+        await wire.send(chunk)
+    async with asyncio.timeout(1):  # Not sent to its end: the answer is there already.
+        response = await sse.read_head(wire)
+    for _ in range(50):  # What the client still sends doesn't reset the connection under it.
+        await wire.send(chunk)
+    await wire.send(b"0\r\n\r\n")
+    check_error(response, await response.body(), 413, "body_too_large")
+    assert response.ending == "complete"
+    assert await worker.job_ids() == []
+    wire.close()
+
+
+async def test_large_body_sent_at_once_still_sees_its_answer(pair: Pair) -> None:
+    gateway, _ = pair
+    response, raw = await sse.fetch(gateway.chat, b"x" * (20 << 20))
+    check_error(response, raw, 413, "body_too_large")
+
+
+async def test_body_that_does_not_come(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, body_timeout_s=0.2) as (gateway, _):
+        wire = await sse.connect(gateway.url)
+        await wire.send(sse.request_bytes(gateway.chat, WHOLE)[:-3])
+        response = await sse.read_head(wire)
+        check_error(response, await response.body(), 400, "invalid_request")
+        wire.close()
+
+
+async def test_full_queue(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, seats=2, max_queue_depth=3) as (gateway, worker):
+        tasks = [asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE)) for _ in range(5)]
+
+        async def full() -> bool:
+            return await worker.depth() == 5
+
+        await until(full, "seats and queue are full")
+        response, raw = await sse.fetch(gateway.chat, WHOLE)
+        check_error(response, raw, 503, "queue_full")
+        batch = asyncio.ensure_future(sse.fetch(gateway.chat, {**WHOLE, "service_tier": "flex"}))
+
+        async def batched() -> bool:
+            return (await worker.transitions.depths(worker.tag))["batch"] == 1
+
+        await until(batched, "the other lane has room")
+        for _ in range(6):
+            await (await worker.take()).whole(b"{}")
+        await asyncio.gather(*tasks, batch)
+
+
+async def test_model_without_a_ready_worker(pair: Pair) -> None:
+    gateway, worker = pair
+    await worker.announce("draining")
+    await until(lambda: gateway.gateway.models.ready_workers == 0, "it is noticed")
+    response, raw = await sse.fetch(gateway.chat, WHOLE)
+    check_error(response, raw, 503, "no_worker")
+    response, raw = await sse.fetch(f"{gateway.url}/readyz")
+    assert response.status == 503
+
+
+async def test_too_many_streams(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, max_streams=2) as (gateway, worker):
+        tasks = [asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE)) for _ in range(2)]
+        await until(lambda: gateway.gateway.submitter.open_streams == 2, "two are open")
+        response, raw = await sse.fetch(gateway.chat, WHOLE)
+        check_error(response, raw, 503, "overloaded")
+        for _ in range(2):
+            await (await worker.take()).whole(b"{}")
+        await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("how", ["refused", "silent", "frozen"])
+async def test_queue_away_is_said_within_two_seconds(own_valkey: ValkeyServer, how: str) -> None:
+    loop = asyncio.get_running_loop()
+    async with (
+        TcpProxy.to(own_valkey.url) as proxy,
+        pool(own_valkey.url, gateway_url=proxy.url) as (gateway, worker),
+    ):
+        if how == "refused":
+            proxy.refuse()
+            proxy.cut()
+        elif how == "silent":
+            proxy.swallow()
+        else:
+            own_valkey.pause()
+        for _ in range(3):
+            start = loop.time()
+            response, raw = await sse.fetch(gateway.chat, WHOLE)
+            assert loop.time() - start < 2
+            check_error(response, raw, 503, "queue_unavailable")
+        live, _ = await sse.fetch(f"{gateway.url}/healthz")
+        assert live.status == 200
+        ready, _ = await sse.fetch(f"{gateway.url}/readyz")
+        assert ready.status == 503
+        listed, _ = await sse.fetch(f"{gateway.url}/v1/models")
+        assert listed.status == 200
+        own_valkey.resume()
+        proxy.heal()
+        await until(lambda: gateway.gateway.models.reachable, "it recovers by itself", timeout=8)
+        await gateway.wait_ready()
+        answering = asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE))
+        await _answer_live(worker)
+        assert (await answering)[0].status == 200
+        await until(lambda: gateway.gateway.canceller.pending == 0, "nothing is left", timeout=8)
+
+
+async def _answer_live(worker: FakeWorker) -> None:
+    while True:
+        job = await worker.take()
+        if not (await job.state()).get("cancel"):
+            await job.whole(b"{}")
+            return
+
+
+async def test_queue_away_at_start_is_waited_for(own_valkey: ValkeyServer) -> None:
+    own_valkey.stop()
+    async with RunningGateway(own_valkey.url, workers=0) as gateway:
+        live, _ = await sse.fetch(f"{gateway.url}/healthz")
+        assert live.status == 200
+        ready, raw = await sse.fetch(f"{gateway.url}/readyz")
+        assert ready.status == 503
+        assert json.loads(raw)["redis"] is False
+        response, raw = await sse.fetch(gateway.chat, WHOLE)
+        check_error(response, raw, 503, "queue_unavailable")
+        own_valkey.start()
+        async with FakeWorker(own_valkey.url) as worker:
+            await gateway.wait_ready(1)
+            answering = asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE))
+            await (await worker.take()).whole(b"{}")
+            assert (await answering)[0].status == 200
+
+
+async def test_full_memory_refuses_new_work_and_lets_cancels_through(
+    own_valkey: ValkeyServer,
+) -> None:
+    async with pool(own_valkey.url) as (gateway, worker):
+        answering = asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE))
+        job = await worker.take()
+        own_valkey.command("CONFIG", "SET", "maxmemory", "1")
+        response, raw = await sse.fetch(gateway.chat, WHOLE)
+        check_error(response, raw, 503, "queue_full")
+        _, raw = await sse.fetch(f"{gateway.url}/v1/jobs/{'0' * 32}/cancel", b"", method="POST")
+        assert b"job_not_found" in raw
+        await job.whole(b"{}")
+        assert (await answering)[0].status == 200
+
+
+async def test_every_endpoint_of_the_table_is_relayed(pair: Pair) -> None:
+    gateway, worker = pair
+    for endpoint in ENDPOINTS:
+        answering = asyncio.ensure_future(sse.fetch(gateway.url + endpoint.path, WHOLE))
+        job = await worker.take()
+        assert job.job.path == endpoint.path
+        await job.whole(b'{"ok": true}')
+        assert (await answering)[1] == b'{"ok": true}'
+
+
+async def test_model_may_be_left_out_where_there_is_one_pool(pair: Pair) -> None:
+    gateway, worker = pair
+    for model in ({}, {"model": None}, {"model": ""}, {"model": 7}):
+        answering = asyncio.ensure_future(sse.fetch(gateway.chat, {"messages": [], **model}))
+        job = await worker.take()
+        assert job.job.model == "tiny"
+        await job.whole(b"{}")
+        await answering
+
+
+async def test_model_must_be_named_where_there_are_two_pools(
+    pair: Pair, valkey: ValkeyServer
+) -> None:
+    gateway, worker = pair
+    prefix = gateway.settings.key_prefix
+    async with FakeWorker(valkey.url, key_prefix=prefix, pool="other", models=["lora"]) as other:
+        await gateway.wait_ready(2)
+        response, raw = await sse.fetch(gateway.chat, {"messages": []})
+        error = check_error(response, raw, 400, "invalid_request")
+        assert error["param"] == "model"
+        for model, its in (("tiny", worker), ("other", other), ("lora", other)):
+            answering = asyncio.ensure_future(sse.fetch(gateway.chat, {"model": model}))
+            await (await its.take()).whole(b"{}")
+            assert (await answering)[0].status == 200
+        _, raw = await sse.fetch(f"{gateway.url}/v1/models")
+        cards = {card["id"]: card for card in json.loads(raw)["data"]}
+        assert set(cards) == {"tiny", "other", "lora"}
+        assert cards["lora"]["parent"] == "other"
+        assert cards["tiny"]["max_model_len"] == 2048
+        _, raw = await sse.fetch(f"{gateway.url}/v1/models/lora")
+        assert json.loads(raw) == cards["lora"]
+
+
+async def test_request_id_is_echoed_where_it_is_sane(pair: Pair) -> None:
+    gateway, _ = pair
+    url = f"{gateway.url}/v1/models"
+    response, _ = await sse.fetch(url, headers={"X-Request-Id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    for insane in ("x" * 129, "with space", "caf\u00e9", ""):
+        response, _ = await sse.fetch(url, headers={"X-Request-Id": insane})
+        assert response.headers["x-request-id"].startswith("req-")
