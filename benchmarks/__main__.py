@@ -1,0 +1,77 @@
+"""`python -m benchmarks [part ...]`: run the parts, all by default; exit 1 if a bar is missed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import uvloop
+
+from benchmarks import report
+from benchmarks.figures import Options, Part
+from benchmarks.layout import Layout
+from benchmarks.parts import memory, peers, real_engine, redis_cost, streams, ttft
+
+RESULTS = Path(".headrace/bench")
+PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
+    "ttft": ttft.run,
+    "streams": streams.run,
+    "memory": memory.run,
+    "redis": redis_cost.run,
+    "vllm": real_engine.run,
+    "peers": peers.run,
+}
+_APART = ("peers",)
+"""Not run unless named."""
+
+
+def measure(name: str, options: Options, commit: str) -> Part:
+    """Run one part, in an event loop of its own."""
+    began = time.monotonic()
+    print(f"{name} ...", flush=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        part = runner.run(_quietly(PARTS[name](options)))
+    part.when, part.commit = time.strftime("%Y-%m-%d %H:%M"), commit
+    end = f"skipped: {part.skipped}" if part.skipped else f"{time.monotonic() - began:.0f} s"
+    print(f"{name} {end}", flush=True)
+    return part
+
+
+async def _quietly(part: Awaitable[Part]) -> Part:
+    """Keep the collector of garbage out of the load generator's rounds."""
+    gc.collect()
+    gc.disable()
+    try:
+        return await part
+    finally:
+        gc.enable()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="short rounds: figures mean little")
+    parser.add_argument("--write-docs", action="store_true", help=f"bring {report.DOCS} up to date")
+    args = parser.parse_args()
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    names = args.parts or [name for name in PARTS if name not in _APART]
+    print(f"Layout: {Layout.here()}", flush=True)
+    commit = report.commit()
+    parts = [measure(name, Options(quick=args.quick), commit) for name in names]
+    path = report.save(parts, RESULTS)
+    print(report.table(parts))
+    if args.write_docs:
+        report.write_docs(RESULTS)
+    line = report.summary(parts)
+    print(f"\n{line} ({path})")
+    sys.exit(any(figure.held is False for part in parts for figure in part.figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One module per part; each has a coroutine `run(options)` that returns a `Part`."""
