@@ -1,9 +1,9 @@
 """Takes over the jobs of workers that were lost: their leases have lapsed.
 
 Three rules keep a slow network from looking like death, and a poisonous job from condemning its
-neighbours: an entry must be found late twice, one beat apart; this worker's own link must have been
-sound for a whole lease; and a worker runs one suspect at a time, a job whose worker was lost, until
-that has got further than before.
+neighbours: an entry must have been found late, by one beat less than a lease, and again a beat
+later; this worker's own link must have been sound for a whole lease; and a worker runs one suspect
+at a time, a job whose worker was lost, until that has got further than before.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from worker.settings import WorkerSettings
 
 log = Log("takeover")
 
+LOOKS_PER_BEAT = 4
 NEXT_S = 0.005
 """How soon to look whether the last suspect has got further, so that the next may come."""
 
@@ -40,13 +41,15 @@ class Takeover:
         self._presence = presence
         self._take = take
         """Takes a job over; False where there is no room for it now."""
-        self._late: set[bytes] = set()
+        self._late: dict[Claimed, float] = {}
+        """Since when, by the loop's clock."""
 
     async def run(self) -> None:
-        """Look once a beat until cancelled."""
+        """Look a few times a beat until cancelled."""
+        every_s = self._settings.beat_s / LOOKS_PER_BEAT
         while True:
             # Workers that look at the same moment would all go for the same entries.
-            await asyncio.sleep(self._settings.beat_s * random.uniform(0.75, 1.25))
+            await asyncio.sleep(every_s * random.uniform(0.75, 1.25))
             try:
                 await self._look()
             except LanesLost:
@@ -58,15 +61,16 @@ class Takeover:
         if not self._presence.sound():
             self._late.clear()
             return
-        lease_s = self._settings.lease_s
+        lease_s, beat_s = self._settings.lease_s, self._settings.beat_s
         pool_tag = tag(self._presence.pool, 0)
-        found = await self._transitions.pending(pool_tag, idle_s=lease_s)
-        late_before, self._late = self._late, {one.entry for one in found}
-        until = asyncio.get_running_loop().time() + lease_s
-        for claimed in found:
-            if claimed.entry not in late_before:
+        # The second sighting, a beat later, is a lease after the owner's last beat.
+        found = await self._transitions.pending(pool_tag, idle_s=max(lease_s - beat_s, beat_s))
+        now = asyncio.get_running_loop().time()
+        self._late = {claimed: self._late.get(claimed, now) for claimed in found}
+        for claimed, since in list(self._late.items()):
+            if now - since < beat_s:
                 continue
             while not await self._take(claimed):
-                if asyncio.get_running_loop().time() > until:
+                if asyncio.get_running_loop().time() > now + lease_s:
                     return
                 await asyncio.sleep(NEXT_S)
