@@ -42,7 +42,11 @@ def quiet_broken_off(record: logging.LogRecord) -> bool:
 def build_server(config: GatewaySettings) -> Server:
     """Return a server that isn't started yet."""
     logging.getLogger("uvicorn.error").addFilter(quiet_broken_off)
-    app = create_app(config, on_failure=lambda: server.handle_exit(signal.SIGTERM, None))
+
+    def end() -> None:
+        server.should_exit = True
+
+    app = create_app(config, on_failure=end)
     server = Server(
         uvicorn.Config(
             app,
