@@ -63,7 +63,6 @@ def build_server(config: GatewaySettings) -> Server:
             backlog=4096,
             timeout_keep_alive=config.http_keepalive_s,
             timeout_graceful_shutdown=int(config.drain_timeout_s) + _MARGIN_S,
-            h11_max_incomplete_event_size=config.max_header_bytes,
         )
     )
     server.application = app

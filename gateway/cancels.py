@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from shared.errors import HeadraceError
 from shared.logs import Log
 from shared.transitions import Reason, Transitions
@@ -90,6 +92,9 @@ class Canceller:
             asyncio.get_running_loop().call_later(
                 delay_s, self._again, replace(cancel, backoff_s=delay_s)
             )
+            return
+        except msgspec.MsgspecError:
+            log.error("cancel.unreadable", exc=True, job=cancel.job_id)
             return
         log.debug("job.cancelled", job=cancel.job_id, reason=cancel.reason, found=outcome.word)
         if outcome.word == "running":

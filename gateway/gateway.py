@@ -138,10 +138,10 @@ class Gateway:
             request_id=exchange.request_id,
             gateway=settings.gateway_id,
         )
-        exchange.job_id = job.id
         stream = await self.submitter.open(
             job, limit=self.models.lane_limit(record), timeout_s=timeout_s
         )
+        exchange.job_id = job.id
         return RelayedAnswer(
             exchange,
             stream,

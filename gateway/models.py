@@ -7,6 +7,8 @@ import math
 import random
 from typing import Any
 
+import msgspec
+
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from shared.errors import (
@@ -60,8 +62,12 @@ class Models:
             except HeadraceError as error:
                 self.reachable = False
                 if not said:
-                    log.warning("queue.unreachable", error=error.code, waiting="retried for ever")
+                    log.warning("queue.unreachable", error=error.code, retried="until it is there")
                 said = error.code
+            except msgspec.MsgspecError as error:  # Somebody else's record is no reason to end.
+                if not said:
+                    log.error("registry.unreadable", error=str(error))
+                said = "registry_unreadable"
             await asyncio.sleep(self._settings.registry_refresh_s)
 
     async def _read_depths(self, snapshot: Snapshot) -> None:

@@ -42,9 +42,9 @@ class Part(NamedTuple):
     """Everything of an answer that was ready at one moment."""
 
     head: Head | None
-    restarted: bool
-    """A head came that begins the answer anew: another attempt."""
     data: bytes
+    before: int
+    """Bytes of `data` that came before `head`: another attempt's."""
     items: int
     end: End | None
 
@@ -58,7 +58,6 @@ class JobStream:
         "_buffer_bytes",
         "_count_read",
         "_empty_reads",
-        "_heads",
         "_heard",
         "_heard_at",
         "_limit_bytes",
@@ -125,7 +124,6 @@ class JobStream:
         self._page = _FIRST_PAGE
         self._owner: bytes | None = None
         self._prefix = self._suffix = b""
-        self._heads = 0
         self._heard = False
         self._heard_at = self._loop.time()
         self._silence_s = SILENCE_S
@@ -282,8 +280,7 @@ class JobStream:
         """Decode frames and put together what they hold."""
         parts: list[bytes] = []
         head: Head | None = None
-        restarted = False
-        items = 0
+        before = items = 0
         end: End | None = None
         for envelope in envelopes:
             if not self._follows(envelope):
@@ -291,10 +288,7 @@ class JobStream:
             self.cursor = envelope.seq
             frame = _decode(envelope.body)
             if frame.head is not None:
-                self._heads += 1
-                if self._heads > 1:
-                    restarted = True
-                head = frame.head
+                head, before = frame.head, sum(map(len, parts))
             if frame.template is not None:
                 self._prefix, self._suffix = frame.template
             prefix, suffix = self._prefix, self._suffix
@@ -308,7 +302,7 @@ class JobStream:
                 end = frame.end
                 self.ended = True
                 break
-        return Part(head, restarted, b"".join(parts), items, end)
+        return Part(head, b"".join(parts), before, items, end)
 
     def _follows(self, envelope: Envelope) -> bool:
         """Refuse to splice: a new owner must have begun where this client stands."""

@@ -16,7 +16,7 @@ from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
 from gateway.sweeper import Sweeper
 from gateway.wire import Wire
-from shared.errors import AnswerTooLarge, Diverged, HeadraceError
+from shared.errors import AnswerTooLarge, Diverged, EngineFailed, HeadraceError
 from shared.logs import Log
 from shared.protocol import Head
 
@@ -100,6 +100,8 @@ class RelayedAnswer(Response):
     def tick(self, now: float) -> None:
         """Keep the client's side alive, or give it up. Called by the sweeper."""
         self._stream.tick(now)
+        if self._stream.failure is not None:  # Its client may be slow to hear of it.
+            self._submitter.abandon(self._stream)
         if self._wrote:
             self._wrote = False
             self._wrote_at = now
@@ -235,15 +237,18 @@ class RelayedAnswer(Response):
 
     def _keep(self, part: Part) -> None:
         """Keep a part of an answer that is sent as a whole."""
-        self._buffered_bytes += len(part.data)
+        data = part.data[part.before :]
+        self._buffered_bytes += len(data)
         if self._buffered_bytes > self._settings.max_answer_bytes:
             raise AnswerTooLarge
-        if part.data:
-            self._buffer.append(part.data)
+        if data:
+            self._buffer.append(data)
 
     async def _send_whole(self) -> None:
         """Send an answer with its length, in slices: a reader that stalls is noticed by them."""
-        head, body = self._head or Head(502, "application/json"), b"".join(self._buffer)
+        head, body = self._head, b"".join(self._buffer)
+        if head is None:
+            raise EngineFailed
         self._buffer.clear()
         exchange = self._exchange
         if head.status >= 400:

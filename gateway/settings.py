@@ -58,8 +58,6 @@ class GatewaySettings(RedisSettings):
     """How long open requests may go on after SIGTERM; then they end with an error."""
     http_keepalive_s: int = Field(75, ge=1, le=3600)
     """How long an idle client connection is kept."""
-    max_header_bytes: int = Field(64 << 10, ge=8 << 10, le=1 << 20)
-    """Largest total of a request's headers, where the HTTP parser has such a limit."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -133,7 +133,7 @@ async def test_five_hundred_disconnects_over_a_slow_link_are_five_hundred_cancel
         async def all_submitted() -> bool:
             return await worker.depth() == count
 
-        await until(all_submitted, "all are queued", timeout=15)
+        await until(all_submitted, "all are queued", timeout=30)
         proxy.delay(0.1)
         picked = random.Random(1)
         for wire in wires:
@@ -142,7 +142,7 @@ async def test_five_hundred_disconnects_over_a_slow_link_are_five_hundred_cancel
         async def all_gone() -> bool:
             return await worker.depth() == 0
 
-        await until(all_gone, "all are cancelled", timeout=15)
+        await until(all_gone, "all are cancelled", timeout=30)
         outcomes = {(await worker.job_state(one))["outcome"] for one in await worker.job_ids()}
         assert outcomes == {"cancelled"}
         assert len(await worker.job_ids()) == count
@@ -309,9 +309,13 @@ async def test_cancel_that_comes_too_late_says_so(pair: Pair) -> None:
     assert (await answering)[0].status == 200
 
 
-@pytest.mark.parametrize("job_id", ["nope", "0" * 32, "%2e%2e", "G" * 32])
-async def test_cancel_of_an_unknown_job_is_404(pair: Pair, job_id: str) -> None:
+async def test_cancel_of_an_unknown_job_is_404(pair: Pair) -> None:
     gateway, _ = pair
+    for job_id in ("nope", "0" * 32, "%2e%2e", "G" * 32):
+        await _is_unknown(gateway, job_id)
+
+
+async def _is_unknown(gateway: RunningGateway, job_id: str) -> None:
     response, body = await sse.fetch(f"{gateway.url}/v1/jobs/{job_id}/cancel", b"", method="POST")
     assert response.status == 404
     assert b"job_not_found" in body

@@ -46,12 +46,12 @@ def check_error(response: sse.Response, raw: bytes, status: int, code: str) -> d
     return error
 
 
-@pytest.mark.parametrize("name", BAD)
-async def test_bad_bodies(pair: Pair, name: str) -> None:
+async def test_bad_bodies(pair: Pair) -> None:
     gateway, worker = pair
-    response, raw = await sse.fetch(gateway.chat, BAD[name])
-    assert response.status == 400
-    check_error(response, raw, 400, json.loads(raw)["error"]["code"])
+    for name, content in BAD.items():
+        response, raw = await sse.fetch(gateway.chat, content)
+        assert response.status == 400, name
+        check_error(response, raw, 400, json.loads(raw)["error"]["code"])
     assert await worker.job_ids() == []
 
 
@@ -201,7 +201,7 @@ async def test_queue_away_is_said_within_two_seconds(own_valkey: ValkeyServer, h
             proxy.swallow()
         else:
             own_valkey.pause()
-        for _ in range(3):
+        for _ in range(2):
             start = loop.time()
             response, raw = await sse.fetch(gateway.chat, WHOLE)
             assert loop.time() - start < 2

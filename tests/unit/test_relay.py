@@ -348,3 +348,13 @@ async def test_pages_fit_the_buffer() -> None:
     while not stream.ended:
         largest = max(largest, len((await take(stream)).data))
     assert 3000 <= largest <= 6000
+
+
+async def test_what_another_attempt_said_is_told_apart() -> None:
+    log = FakeLog()
+    stream = stream_of(log)
+    stream.on_message(log.add(Frame(items=[(b"half",)], head=Head(200, "x"))))
+    stream.on_message(log.add(Frame(items=[(b"whole",)], head=Head(400, "x")), b"b", 1))
+    part = await take(stream)
+    assert part.head == Head(400, "x")
+    assert part.data[part.before :] == b"whole"
