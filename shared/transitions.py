@@ -150,6 +150,11 @@ async def translated() -> AsyncIterator[None]:
         raise (LanesLost if "NOGROUP" in str(error) else QueueUnavailable) from error
     except (RedisError, OSError, TimeoutError) as error:
         raise QueueUnavailable from error
+    except RuntimeError as error:
+        # uvloop's word for a connection that was lost a moment ago and that the driver didn't miss.
+        if "closed" not in str(error):
+            raise
+        raise QueueUnavailable from error
 
 
 class Transitions:
