@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from shared.errors import LanesLost, QueueUnavailable, Unavailable
 from shared.keys import LANES, tag
 from shared.logs import Log
-from shared.transitions import Adopted, Claimed, Transitions
+from shared.transitions import Adopted, Claimed, Transitions, translated
 from worker.engine.interface import Engine
 from worker.running import Running
 from worker.settings import WorkerSettings
@@ -113,7 +113,8 @@ class Claims:
         for claimed in await self._transitions.pending(self._tag(), worker=worker):
             if claimed.job_id not in self._running.jobs:
                 await self._adopt(claimed)
-        self._client_id = await self._blocking.client_id()
+        async with translated():
+            self._client_id = await self._blocking.client_id()
         self._unsure = False
 
     async def _turn(self) -> None:
