@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -61,9 +63,14 @@ def main() -> None:
     if unknown := [name for name in args.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     names = args.parts or [name for name in PARTS if name not in _APART]
+    # As Ctrl-C: what was started is ended, vLLM's children included.
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     print(f"Layout: {Layout.here()}", flush=True)
     commit = report.commit()
-    parts = [measure(name, Options(quick=args.quick), commit) for name in names]
+    try:
+        parts = [measure(name, Options(quick=args.quick), commit) for name in names]
+    except KeyboardInterrupt:
+        sys.exit(130)
     path = report.save(parts, RESULTS)
     print(report.table(parts))
     if args.write_docs:

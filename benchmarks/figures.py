@@ -70,6 +70,11 @@ class Part:
     def add(self, name: str, unit: str, values: Sequence[float], bar: Bar | None = None) -> None:
         self.figures.append(Figure(name, unit, list(values), bar))
 
+    def record(self, fields: dict[str, Any]) -> None:
+        """Keep a round, and show that it is done."""
+        self.rounds.append(fields)
+        print(" ", ", ".join(f"{name} {value}" for name, value in fields.items()), flush=True)
+
     @property
     def background(self) -> tuple[float, float]:
         """The least and the most that others used in a round, in cores."""

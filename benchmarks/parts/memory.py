@@ -41,7 +41,7 @@ async def run(options: Options) -> Part:
         grown.append((open_kib - before) / _STREAMS)
         again.append((after_kib - before) / _STREAMS)
         kib = {"before": before, "open": open_kib, "open_again": after_kib}
-        part.rounds.append({"target": target.name, "gateway_kib": kib, **bill.summary()})
+        part.record({"target": target.name, "gateway_kib": kib, **bill.summary()})
     part.add("gateway without streams", "MiB", base)
     part.add("per open stream", "KiB", grown, Bar("<", 64))
     part.add("per open stream, the second time", "KiB", again)

@@ -72,7 +72,7 @@ async def _round(target: Target, chats: int, turn: int, part: Part) -> Spoken:
     bill = account.close()
     # The engines' cores are processes of their own, so what others used can't be told apart here.
     used = {f"{role}_cores": round(bill.cores[role], 3) for role in target.pids}
-    part.rounds.append({"target": target.name, "chats": chats, **done._asdict(), **used})
+    part.record({"target": target.name, "chats": chats, **done._asdict(), **used})
     return done
 
 

@@ -84,7 +84,7 @@ async def _count(target: Target, streams: int, seconds: float, part: Part) -> di
     for connection in connections:
         connection.close()
     await asyncio.sleep(0.5)
-    part.rounds.append({"target": f"{streams} streams", "tokens": tokens, **bill.summary()})
+    part.record({"target": f"{streams} streams", "tokens": tokens, **bill.summary()})
     used = {name: after[name] - before[name] for name in before}
     return {
         "commands per token": used["total_commands_processed"] / tokens,
@@ -110,7 +110,7 @@ async def _remember(target: Target, answers: int, part: Part) -> dict[str, float
     ended = await asyncio.to_thread(_memory, valkey)
     await asyncio.sleep(_TTL_S + 2)
     gone = await asyncio.to_thread(_memory, valkey)
-    part.rounds.append({"target": f"{answers} answers", **account.close().summary()})
+    part.record({"target": f"{answers} answers", **account.close().summary()})
     used = {"half-way": half, "at its end": ended, "after its time": gone}
     return {name: (bytes_used - before) / answers / 1024 for name, bytes_used in used.items()}
 

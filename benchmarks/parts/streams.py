@@ -47,7 +47,7 @@ async def measure(target: Target, layout: Layout, window_s: float, part: Part) -
         held = await hold(
             target, STREAMS, tokens_per_s=TOKENS_PER_S, ramp_s=_RAMP_S, window_s=window_s
         )
-    part.rounds.append({"target": target.name, **held.summary()})
+    part.record({"target": target.name, **held.summary()})
     return held
 
 
@@ -71,7 +71,7 @@ def _report(part: Part, alone: list[Held], whole: list[Held], ceiling: dict[str,
     busy = [held.bill.cores["client"] for held in whole]
     part.add("load generator's use of its core", "x", busy)
     part.add("load generator's ceiling", "chunks/s", [ceiling["chunks_per_s"]])
-    part.rounds.append({"target": "ceiling", **ceiling})
+    part.record({"target": "ceiling", **ceiling})
     part.notes.append(
         "Delay: from the beginning of the engine's step that made a token to its arrival at the "
         "client. All streams get their token in the same step, so the p50 holds the time in which "

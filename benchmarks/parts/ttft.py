@@ -29,7 +29,7 @@ async def run(options: Options) -> Part:
 
 async def _round(target: Target, options: Options, turn: int, part: Part) -> Paced:
     done = await pace(target, _CLIENTS, seconds=options.seconds(5), tokens=_TOKENS, turn=turn)
-    part.rounds.append({"target": target.name, **done.summary()})
+    part.record({"target": target.name, **done.summary()})
     return done
 
 
