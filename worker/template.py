@@ -10,6 +10,8 @@ from shared.protocol import Item
 
 _WORTH_BYTES = 48
 """A template that saves less per event isn't worth its own frame."""
+_BETTER_BYTES = 8
+"""Nor does one replace another for less."""
 _MISSES = 4
 """So many events in a row that don't fit: the stream has changed, learn again."""
 
@@ -28,33 +30,49 @@ class Template:
         self._suffix = b""
         self._previous = b""
         self._misses = _MISSES
+        self._young = False
+        """Whether it was learnt from the last event: the next may show it to be too short."""
         self.fresh: tuple[bytes, bytes] | None = None
         """A template just learnt, to be sent with the frame of the item that follows."""
 
     def thin(self, event: bytes) -> Item:
         """Return what differs from the template, or the whole event where it doesn't fit."""
-        prefix, suffix = self._prefix, self._suffix
-        if (
-            prefix
-            and len(event) >= len(prefix) + len(suffix)
-            and event.startswith(prefix)
-            and event.endswith(suffix)
-        ):
+        if self._fits(event):
             self._misses = 0
-            return event[len(prefix) : len(event) - len(suffix)]
+            if self._young:
+                # A chat's first event has a form of its own: what it shares with the second is
+                # less than what all later ones share with each other.
+                self._young = False
+                self._learn(event, len(self._prefix) + len(self._suffix) + _BETTER_BYTES)
+            return self._cut(event)
         self._misses += 1
-        if self._misses > _MISSES and self._learn(event):
-            return self.thin(event)
+        if self._misses > _MISSES and self._learn(event, _WORTH_BYTES):
+            self._misses = 0
+            self._young = True
+            self._previous = event
+            return self._cut(event)
         self._previous = event
         return (event,)
 
-    def _learn(self, event: bytes) -> bool:
-        """Take what this event and the one before it have in common."""
+    def _fits(self, event: bytes) -> bool:
+        prefix, suffix = self._prefix, self._suffix
+        return (
+            bool(prefix)
+            and len(event) >= len(prefix) + len(suffix)
+            and event.startswith(prefix)
+            and event.endswith(suffix)
+        )
+
+    def _cut(self, event: bytes) -> bytes:
+        return event[len(self._prefix) : len(event) - len(self._suffix)]
+
+    def _learn(self, event: bytes, worth_bytes: int) -> bool:
+        """Take what this event and the one before it have in common, if that is enough."""
         previous = self._previous
         prefix = event[: _shared(previous, event)]
         rest = min(len(previous), len(event)) - len(prefix)
         suffix = event[len(event) - min(_shared(previous[::-1], event[::-1]), rest) :]
-        if not prefix or len(prefix) + len(suffix) < _WORTH_BYTES:
+        if not prefix or len(prefix) + len(suffix) < worth_bytes:
             return False
         self._prefix, self._suffix = prefix, suffix
         self.fresh = (prefix, suffix)

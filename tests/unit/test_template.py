@@ -77,6 +77,14 @@ def test_the_events_of_a_stream_become_thin() -> None:
     assert sum(size(item) for _, item in thinned[2:]) < 50 * 10
 
 
+def test_an_opening_of_another_form_does_not_keep_the_events_thick() -> None:
+    opening = chat_event("").replace(b'"content": ""', b'"role": "assistant", "content": ""')
+    events = [opening, *(chat_event(f" word{i}") for i in range(50))]
+    thinned = thin_all(events)
+    assert join(thinned) == events
+    assert sum(size(item) for _, item in thinned[3:]) < 50 * 10
+
+
 def test_multibyte_text_may_be_split_but_comes_back_whole() -> None:
     # All of them share the first byte of a character: the prefix ends inside it.
     events = [chat_event(text) for text in "éèêëàâäçï"]
