@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import select
+from collections.abc import Iterator
 from typing import TextIO
 
 COLOURS = {"headrace": "1", "valkey": "90", "gateway": "36", "worker": "35"}
@@ -24,8 +25,6 @@ class Console:
         self._stream = stream
         self._colour = colour
         self._held: list[str] | None = None
-        self.on_closed: Callable[[], None] = lambda: None
-        """Called once nobody reads any more."""
         self._closed = False
 
     def line(self, name: str, text: str) -> None:
@@ -67,4 +66,9 @@ class Console:
             self._stream.flush()
         except OSError:
             self._closed = True
-            self.on_closed()
+
+    def abandoned(self) -> bool:
+        """Tell whether nobody reads any more: the terminal or the pipe's other end is gone."""
+        poll = select.poll()
+        poll.register(self._stream.fileno(), 0)
+        return self._closed or bool(poll.poll(0))

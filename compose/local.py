@@ -66,7 +66,6 @@ class Demo:
         self._pool = Pool(console, self._group, options.state)
         self._work: asyncio.Task[None] | None = None
         self._signals = 0
-        console.on_closed = self.stop
 
     def stop(self) -> None:
         """Begin the stop; called again, make it faster."""
@@ -81,6 +80,7 @@ class Demo:
     async def run(self) -> int:
         """Run until stopped; return the exit code."""
         self._work = asyncio.create_task(self._live())
+        audience = asyncio.create_task(self._stop_when_abandoned())
         try:
             await self._work
         except asyncio.CancelledError:
@@ -92,6 +92,7 @@ class Demo:
             self._console.say(f"failed: {error}")
             return 1
         finally:
+            audience.cancel()
             await self._pool.end()
             self._console.say("stopped")
         return 0
@@ -114,6 +115,12 @@ class Demo:
                     self._console.block(self._how_to_call(plans[0].served))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _stop_when_abandoned(self) -> None:
+        """Stop with the terminal: its hang-up reaches the session's leader alone, perhaps make."""
+        while not self._console.abandoned():  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(1)
+        self.stop()
 
     async def _plan(self) -> list[engines.WorkerPlan]:
         """Find or make the model, and say how each worker is to be started."""

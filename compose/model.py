@@ -59,7 +59,7 @@ def find_source() -> Path:
 def convert(source: Path, folder: Path) -> None:
     """Write the weights in bfloat16, the tokenizer and the chat template into a folder."""
     # Before transformers is imported, which reads it then: the file is local, no hub is asked.
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig

@@ -183,8 +183,4 @@ def test_reader_that_goes_away_stops_it(state: Path) -> None:
         demo.read_until("Ctrl-C stops it")
         assert demo.process.stdout is not None
         demo.process.stdout.close()
-        worker = next(
-            int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_worker(entry, state)
-        )
-        os.kill(worker, signal.SIGTERM)  # it says so, to nobody
-        assert demo.process.wait(timeout=60) != 141
+        assert demo.process.wait(timeout=60) == 0

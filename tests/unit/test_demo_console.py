@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import pty
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -41,18 +44,32 @@ def test_lines_wait_while_the_answer_is_printed() -> None:
     assert stream.getvalue() == "Paris\ngateway  | later\ngateway  | last\n"
 
 
-def test_closed_pipe_is_told_once() -> None:
-    told = []
+def test_reader_that_is_gone_is_noticed_before_anything_is_written() -> None:
     reading, writing = os.pipe()
-    os.close(reading)
-    stream = os.fdopen(writing, "w")
-    console = Console(stream, colour=False)
-    console.on_closed = lambda: told.append(True)
-    console.say("nobody reads this")
-    console.say("nor this")
-    assert told == [True]
-    with pytest.raises(BrokenPipeError):
-        stream.close()
+    with os.fdopen(writing, "w") as stream:
+        console = Console(stream, colour=False)
+        assert not console.abandoned()
+        os.close(reading)
+        assert console.abandoned()
+
+
+def test_terminal_that_is_gone_is_noticed() -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream:
+        console = Console(stream, colour=False)
+        assert not console.abandoned()
+        os.close(master)
+        assert console.abandoned()
+
+
+def test_writing_to_nobody_is_no_failure(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        assert not Console(file, colour=False).abandoned()
+    with suppress(OSError), Path("/dev/full").open("w", buffering=1) as full:
+        console = Console(full, colour=False)
+        console.say("no room")
+        assert console.abandoned()
+        console.say("nor now")
 
 
 def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
