@@ -68,6 +68,15 @@ class TcpProxy:
         """Lose everything, both ways, connections staying open: a link that is silently gone."""
         self.swallowing = True
 
+    def strand(self) -> int:
+        """Lose everything on the connections open now, which stay open; return how many there are.
+
+        New ones work: a link that only one side could see to be gone.
+        """
+        for link in self._links:
+            link.stranded = True
+        return len(self._links)
+
     def refuse(self) -> None:
         """Reset each new connection at once. Open ones go on."""
         self.refusing = True
@@ -146,7 +155,7 @@ class TcpProxy:
             while data := await way.source.read(_CHUNK):
                 if not self._lost(link, way):
                     way.late.put_nowait((now() + self.delay_s, data))
-            if self.swallowing:
+            if self.swallowing or link.stranded:
                 # Nor does the other side hear of the end.
                 await link.broken.wait()
             way.late.put_nowait((now() + self.delay_s, b""))
@@ -168,7 +177,7 @@ class TcpProxy:
 
     def _lost(self, link: _Link, way: _Way) -> bool:
         unheard = self.dropping_replies or link.mute
-        return self.swallowing or (way is link.replies and unheard)
+        return self.swallowing or link.stranded or (way is link.replies and unheard)
 
     def _check_cut(self, link: _Link, way: _Way, data: bytes) -> None:
         if way is link.replies or self._cut_after is None or self._cut_after[0] not in data:
@@ -203,6 +212,8 @@ class _Link:
         self.replies = _Way(server_reader, client)
         self.mute = False
         """Whether the client hears nothing more."""
+        self.stranded = False
+        """Whether nothing more gets through, for good."""
         self.broken = asyncio.Event()
         """Set when both connections were reset."""
         self.forgotten = asyncio.Event()
