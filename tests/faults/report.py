@@ -1,0 +1,95 @@
+"""A pytest plugin: runs every row of the fault suite, and writes the table of what they showed.
+
+python -m pytest -p tests.faults.report tests/faults
+
+A run of the whole suite writes its table into docs/guarantees.md; a part of it only prints it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.faults.clients import EXACT
+from tests.faults.scene import Result
+
+PAGE = Path(__file__).parents[2] / "docs" / "guarantees.md"
+BEGIN = "<!-- faults: written by make faults -->"
+END = "<!-- faults: end -->"
+
+HEAD = (
+    "| fault | requests | exact | otherwise | stall p50 | p95 | max |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one test showed."""
+
+    fault: str
+    result: Result | None
+    """None if the row doesn't hold."""
+
+    def text(self) -> str:
+        if self.result is None:
+            return f"| {self.fault} | | | **failed** | | | |"
+        outcomes = self.result.outcomes
+        rest = [f"{n} `{code}`" for code, n in sorted(outcomes.items()) if code != EXACT]
+        stalls = (_stall(self.result.stalls, share) for share in (0.5, 0.95, 1.0))
+        cells = [str(outcomes.total()), str(outcomes[EXACT]), ", ".join(rest), *stalls]
+        return f"| {self.fault} | {' | '.join(cells)} |"
+
+
+def _stall(stalls: Sequence[float], share: float) -> str:
+    """Return a percentile of sorted values, as the table shows it."""
+    if not stalls:
+        return ""
+    at = min(len(stalls) - 1, int(share * len(stalls)))
+    return f"{stalls[at]:.2f} s"
+
+
+class Table:
+    """Collects the rows of a run."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._complete = False
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        options = session.config.option
+        self._complete = not (options.keyword or options.markexpr or _narrowed(session.config))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told = dict(report.user_properties)
+        if report.when == "call" and "fault" in told:
+            result = told.get("result") if report.passed else None
+            self._lines.append(Line(str(told["fault"]), result))  # type: ignore[arg-type]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        table = "\n".join([*HEAD, *(line.text() for line in self._lines)])
+        terminalreporter.section("faults")
+        terminalreporter.write_line(table)
+        if self._complete and self._lines:
+            write(table)
+
+
+def _narrowed(config: pytest.Config) -> bool:
+    """Tell whether only a part of the suite was asked for."""
+    return any("::" in arg or arg.endswith(".py") for arg in config.args) or config.option.lf
+
+
+def write(table: str) -> None:
+    """Replace the table in the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    day = time.strftime("%Y-%m-%d")
+    PAGE.write_text(f"{before}{BEGIN}\n\nRun of {day}:\n\n{table}\n\n{END}{after}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Table(), "headrace-faults")
