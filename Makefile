@@ -8,6 +8,8 @@ MODEL ?=
 WORKERS ?= 1
 GATEWAYS ?= 1
 ONCE ?=
+SECONDS ?= 600
+SEED ?=
 ARGS ?=
 
 PY := .venv/bin/python
@@ -17,12 +19,13 @@ MODEL_READY := .headrace/models/SmolLM2-135M-Instruct/config.json
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint bench clean
+.PHONY: help demo test check lint faults chaos bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  demo takes  MODEL=<hugging face id or folder> ENGINE=simulated ONCE=1 PORT= WORKERS= GATEWAYS= ARGS="<arguments of vllm serve>"'
-	@echo '  test and check take  ARGS="<arguments of pytest>"'
+	@echo '  chaos takes  SECONDS=600 SEED=<number>'
+	@echo '  test, check and faults take  ARGS="<arguments of pytest>"'
 
 demo: $(if $(filter simulated,$(ENGINE)),,$(STAMPS)/engine) $(STAMPS)/demo ## A whole pool on this machine, and one streamed answer
 	@exec $(PY) -m compose.local --with-parent --engine $(ENGINE) --model '$(MODEL)' \
@@ -39,6 +42,12 @@ lint: $(STAMPS)/dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports
+
+faults: $(STAMPS)/dev ## Every fault, injected into real processes; writes docs/guarantees.md
+	$(PY) -m pytest -p tests.durations -p tests.faults.report tests/faults $(ARGS)
+
+chaos: $(STAMPS)/dev ## Random faults under load
+	$(PY) -m tests.faults.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 bench: $(STAMPS)/dev ## Latency, throughput and memory; see docs/benchmarks.md
 	$(PY) -m benchmarks $(ARGS)
