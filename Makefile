@@ -22,7 +22,7 @@ MODEL_READY := .headrace/models/SmolLM2-135M-Instruct/config.json
 .PHONY: help demo test check lint faults chaos bench clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  demo takes  MODEL=<hugging face id or folder> ENGINE=simulated ONCE=1 PORT= WORKERS= GATEWAYS= ARGS="<arguments of vllm serve>"'
 	@echo '  chaos takes  SECONDS=600 SEED=<number>'
 	@echo '  test, check and faults take  ARGS="<arguments of pytest>"'
@@ -49,7 +49,7 @@ faults: $(STAMPS)/dev ## Every fault, injected into real processes; writes docs/
 chaos: $(STAMPS)/dev ## Random faults under load
 	$(PY) -m tests.faults.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-bench: $(STAMPS)/dev ## Latency, throughput and memory; see docs/benchmarks.md
+bench: $(STAMPS)/engine $(STAMPS)/dev $(MODEL_READY) ## Latency, throughput and memory; see docs/benchmarks.md
 	$(PY) -m benchmarks $(ARGS)
 
 clean: ## Remove all that was made here, the environment included

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from compose.pool import valkey_server
+from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from shared.keys import Keys, tag
 from worker.engine.simulated import SimulatedSettings
+from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -223,3 +226,15 @@ def test_operations_name_the_stream_that_scaling_looks_at() -> None:
     stream = Keys().lane(tag("my-model", 0), "interactive")
     assert f'stream: "{stream}"' in words
     assert 'print(Keys().lane(tag("my-model", 0), "interactive"))' in words
+
+
+def test_operations_speak_of_settings_and_metrics_that_exist() -> None:
+    words = (ROOT / "docs" / "operations.md").read_text()
+    settings = set(GatewaySettings.model_fields) | set(WorkerSettings.model_fields)
+    named = {name.lower() for name in re.findall(r"`([A-Z]+(?:_[A-Z]+)*)`", words)}
+    assert named - settings == set()
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    known = {metric.name for r in (registry, Metrics().registry) for metric in r.collect()}
+    told = {name.removesuffix("_total") for name in re.findall(r"`(headrace_\w+)", words)}
+    assert told - known == set()
