@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from worker.engine.interface import CURRENT, Call, Usage
-from worker.engine.vllm_proxy import EngineFault, EngineProxy
+from worker.engine.vllm_proxy import EngineProxy
 
 DELTA, CUMULATIVE, FINAL_ONLY = "delta", "cumulative", "final_only"
 
 
 class DeadError(Exception):
     """Stands for vLLM's EngineDeadError."""
+
+
+class GenerateError(Exception):
+    """Stands for vLLM's EngineGenerateError."""
 
 
 @dataclass
@@ -123,7 +127,8 @@ def proxy_of(llm: FakeLLM) -> EngineProxy:
         llm,
         default_max_tokens=16,
         max_tokens_ceiling=64,
-        engine_errors=(DeadError,),
+        dead_error=DeadError,
+        generate_error=GenerateError,
         delta_kind=DELTA,
     )
 
@@ -309,7 +314,7 @@ async def test_an_uninvited_end_is_a_fault_and_reaches_the_application_as_one(
     script = [output((0, [1, 2], None)), output((0, [3], reason))]
     outputs = proxy_of(FakeLLM(script)).generate("p", Params(), "r")
     await anext(outputs)
-    with pytest.raises(EngineFault):
+    with pytest.raises(GenerateError):
         await anext(outputs)
     assert call.fault == f"the engine ended the request: {reason}"
     assert call.tokens == [[1, 2, 3]]
@@ -317,7 +322,7 @@ async def test_an_uninvited_end_is_a_fault_and_reaches_the_application_as_one(
 
 async def test_one_choice_of_several_ending_uninvited_is_a_fault(call: Call) -> None:
     script = [output((0, [1], "stop"), (1, [2], "abort"))]
-    with pytest.raises(EngineFault):
+    with pytest.raises(GenerateError):
         await drain(proxy_of(FakeLLM(script)).generate("p", Params(n=2), "r"))
     assert call.fault is not None
 
@@ -338,7 +343,7 @@ async def test_a_clients_error_is_not_a_fault(call: Call) -> None:
 
 async def test_an_embedding_without_numbers_is_a_fault(call: Call) -> None:
     llm = FakeLLM([pooled(0)], lambda r: [State(r, pooling=True)])
-    with pytest.raises(EngineFault):
+    with pytest.raises(GenerateError):
         await drain(proxy_of(llm).encode("p", SimpleNamespace(), "r"))
     assert call.fault == "the engine ended the request: abort"
 

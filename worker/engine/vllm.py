@@ -15,6 +15,7 @@ import gc
 import json
 import multiprocessing
 import threading
+import traceback
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from worker.engine.owner import OwnerThread
 from worker.engine.vllm_load import Gauge
 from worker.engine.vllm_proxy import EngineProxy
 
-WATCH_S = 0.2
+WATCH_S = 0.1
 """How often to look for the engine's death, should vLLM's own task not have ended of it."""
 
 
@@ -67,6 +68,8 @@ class VllmEngine:
             self._llm, parsed = await self._owner.result()
             await self._open(parsed)
         except BaseException as error:
+            # The frames hold a half-built engine, its sockets and its memory.
+            traceback.clear_frames(error.__traceback__)
             await self.stop()
             if isinstance(error, EngineStartError) or not isinstance(error, Exception):
                 raise
@@ -84,8 +87,12 @@ class VllmEngine:
         """Return the reason, once the engine has failed for good; never because of `stop()`."""
         llm = self._llm
         while not llm.errored:
-            # This task of vLLM's ends with the core's process, and when it fails itself.
-            await asyncio.wait({llm.output_handler}, timeout=WATCH_S)
+            # This task of vLLM's ends with the core's process, and when it fails itself. It
+            # begins with the first request.
+            if llm.output_handler is None:
+                await asyncio.sleep(WATCH_S)
+            else:
+                await asyncio.wait({llm.output_handler}, timeout=WATCH_S)
         if self._stopping.is_set():
             await asyncio.Event().wait()
         return vllm_build.describe_failure(llm)
@@ -105,7 +112,9 @@ class VllmEngine:
         if owner is not None:
             vllm_build.silence(self._llm)
             # In a thread, as vLLM waits for its processes; shielded, as half a stop leaves them.
-            await asyncio.shield(asyncio.to_thread(free, owner))
+            llm = await asyncio.shield(asyncio.to_thread(free, owner))
+            if llm is not None:
+                vllm_build.close_sockets(llm)
             self._llm = self._proxy = None
             self.app = not_started
             gc.unfreeze()
@@ -152,16 +161,19 @@ class VllmEngine:
         self.app = app
 
 
-def free(owner: OwnerThread[tuple[Any, Any]]) -> None:
-    """Shut the engine down, or end its start; return when its processes are gone."""
+def free(owner: OwnerThread[tuple[Any, Any]]) -> Any:
+    """Shut the engine down, or end its start; return it, once its processes are gone."""
     while not owner.finished(timeout=0.1):
         # Without its core vLLM's constructor gives up, and cleans up after itself.
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore"):
                 child.terminate()
     made = owner.release()
-    if made is not None:
-        made[0].shutdown()
+    if made is None:
+        return None
+    llm, _ = made
+    llm.shutdown()
+    return llm
 
 
 async def list_models(app: App) -> list[Model]:

@@ -197,7 +197,8 @@ def create_proxy(llm: Any, *, default_max_tokens: int, max_tokens_ceiling: int) 
         llm,
         default_max_tokens=default_max_tokens,
         max_tokens_ceiling=max_tokens_ceiling,
-        engine_errors=(EngineDeadError, EngineGenerateError),
+        dead_error=EngineDeadError,
+        generate_error=EngineGenerateError,
         delta_kind=RequestOutputKind.DELTA,
     )
 
@@ -241,6 +242,11 @@ def silence(llm: Any) -> None:
         and not llm.output_processor.request_states
     ):
         llm.output_handler.cancel()
+
+
+def close_sockets(llm: Any) -> None:
+    """Close what vLLM's shutdown leaves open, in the event loop that its sockets belong to."""
+    llm.engine_core.resources.ctx.destroy(linger=0)
 
 
 def describe_failure(llm: Any) -> str:

@@ -25,17 +25,19 @@ WORKERS_ALONE = ("priority", "data_parallel_rank", "kv_hints")
 """Arguments that a client's body or header can reach, and that are the worker's to decide."""
 
 
-class EngineFault(RuntimeError):
-    """The engine ended a request that nobody had asked it to end."""
-
-
 class Record:
     """The account of one `generate` or `encode`: a prompt with its choices."""
 
-    __slots__ = ("_cached", "_delta", "_prompt", "call", "invited", "states", "tokens")
+    __slots__ = ("_cached", "_delta", "_error", "_prompt", "call", "invited", "states", "tokens")
 
     def __init__(
-        self, call: Call, choices: int, *, delta: bool, prompt_counted: bool = False
+        self,
+        call: Call,
+        choices: int,
+        error: type[Exception],
+        *,
+        delta: bool = False,
+        prompt_counted: bool = False,
     ) -> None:
         self.call = call
         self.tokens: list[list[int]] = [[] for _ in range(choices)]
@@ -43,6 +45,7 @@ class Record:
         self.states: list[Any] = []
         """vLLM's own state of each engine request, which knows tokens that were never read."""
         self.invited = False
+        self._error = error
         self._delta = delta
         self._prompt: int | None = None if prompt_counted else 0
         self._cached: int | None = 0 if prompt_counted else None
@@ -53,7 +56,7 @@ class Record:
         self._count_prompt(state.prompt_len)
 
     def take(self, output: Any) -> None:
-        """Account for one output. Raises `EngineFault` if it ends a choice uninvited."""
+        """Account for one output. Raises the fault, if it ends a choice uninvited."""
         if self._cached is None:
             self._count_input(output)
         usage = self.call.usage
@@ -74,10 +77,10 @@ class Record:
             reason = error.message if error is not None else "abort"
             raise self.fault(f"the engine ended the request: {reason}")
 
-    def fault(self, reason: str) -> EngineFault:
+    def fault(self, reason: str) -> Exception:
         """Mark the answer as not genuine, whatever the application makes of it."""
         self.call.fault = self.call.fault or reason
-        return EngineFault(reason)
+        return self._error(reason)
 
     def settle(self) -> None:
         """Count what the engine had made by the end and nobody read. Safe to repeat.
@@ -118,13 +121,16 @@ class EngineProxy:
         *,
         default_max_tokens: int,
         max_tokens_ceiling: int,
-        engine_errors: tuple[type[Exception], ...],
+        dead_error: type[Exception],
+        generate_error: type[Exception],
         delta_kind: object,
     ) -> None:
+        """`generate_error` is also what a fault is raised as: the application knows it."""
         self._llm = llm
         self._default = min(default_max_tokens, max_tokens_ceiling)
         self._ceiling = max_tokens_ceiling
-        self._engine_errors = engine_errors
+        self._generate_error = generate_error
+        self._engine_errors = (dead_error, generate_error)
         self._delta_kind = delta_kind
         self._running: dict[str, list[Record]] = {}
         watch_registrations(llm.output_processor)
@@ -145,7 +151,9 @@ class EngineProxy:
             return outputs
         delta = sampling_params.output_kind == self._delta_kind
         beam = BEAM.get() is call
-        record = Record(call, sampling_params.n, delta=delta, prompt_counted=beam)
+        record = Record(
+            call, sampling_params.n, self._generate_error, delta=delta, prompt_counted=beam
+        )
         return self._follow(record, outputs, record.take)
 
     def encode(
@@ -156,7 +164,7 @@ class EngineProxy:
         outputs = self._start(call, self._llm.encode, prompt, pooling_params, request_id, kw)
         if call is None:
             return outputs
-        record = Record(call, 0, delta=False)
+        record = Record(call, 0, self._generate_error)
         return self._follow(record, outputs, record.take_pooled)
 
     def limited_beams(self, beam_search: Callable[..., Any]) -> Callable[..., Any]:
