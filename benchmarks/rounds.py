@@ -64,7 +64,7 @@ async def hold(
         content = f"stream {index} of {chooser.getrandbits(32)}"
         fields = {"max_tokens": limit, "messages": [{"role": "user", "content": content}]}
         connection.ask(chat_request(target.port, fields))
-    begun_s = await _all_begun(connections)
+    begun_s = await all_begun(connections)
     await asyncio.sleep(_SETTLE_S)
     account = Account(target.pids)
     begin_ns, chunks = time.monotonic_ns(), sum(each.answer.chunks for each in connections)
@@ -80,7 +80,7 @@ async def hold(
     return Held(bill, begun_s, tokens, chunks, streams * tokens_per_s * bill.wall_s, held)
 
 
-async def _all_begun(connections: list[Connection]) -> float:
+async def all_begun(connections: list[Connection]) -> float:
     """Wait until every stream has had a token; return how long the last one took."""
     asked = time.monotonic()
     waiting = connections

@@ -9,6 +9,7 @@ from benchmarks.accounts import Account
 from benchmarks.figures import Options, Part
 from benchmarks.layout import Layout, on_core
 from benchmarks.load import WORDS, Answer, Connection, chat_request, check, connect
+from benchmarks.rounds import all_begun
 from benchmarks.targets import Target, pool
 from tests.support.valkey import ValkeyServer
 
@@ -73,9 +74,11 @@ async def _count(target: Target, streams: int, seconds: float, part: Part) -> di
     """Count over a time in which all streams are open."""
     valkey = target.valkey
     assert valkey is not None
-    asked = await _ask(target, streams, int((seconds + 4) * _TOKENS_PER_S))
+    asked = await _ask(target, streams, int((seconds + 20) * _TOKENS_PER_S))
     connections = asked.connections
-    await asyncio.sleep(1.5)
+    # Until then claims and adoptions would be counted with the tokens.
+    await all_begun(connections)
+    await asyncio.sleep(1.0)
     account, before = Account(target.pids), await asyncio.to_thread(_info, valkey)
     tokens = _arrived(connections)
     await asyncio.sleep(seconds)
