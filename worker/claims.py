@@ -27,6 +27,8 @@ log = Log("claims")
 AT_ONCE = 4
 """Most jobs to claim in one go: what is claimed can't be taken by an idler worker."""
 BLOCK_S = 1.0
+SUSPECT_POLL_S = 0.02
+"""How often to look, while a suspect keeps the others waiting, whether it has got further."""
 FULL_POLL_S = 0.02
 """How often to look again while the engine, not its seats, has no room."""
 
@@ -145,7 +147,7 @@ class Claims:
                 self._tag(),
                 lanes,
                 self._settings.worker_id,
-                BLOCK_S,
+                BLOCK_S if returned else SUSPECT_POLL_S,
                 returned=returned,
             )
         finally:
