@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from shared.errors import Poisoned
+from tests.faults.clients import EXACT
 from tests.faults.scene import STREAMED, Row, Scene
+from worker.worker import Exit
 
 Stage = Callable[..., Scene]
 
@@ -62,3 +65,34 @@ async def test_all_killed_one_after_the_other(stage: Stage) -> None:
             scene.pool.add_worker()
             await asyncio.sleep(5)
         await scene.prove(timeout=60)
+
+
+async def test_asked_to_leave_with_long_answers(stage: Stage) -> None:
+    """They move on to workers with room, and the worker is gone long before they end."""
+    row = Row("worker SIGTERM, answers longer than its grace", stall_s=1.0)
+    async with stage(row, worker={"drain_grace_s": 0.5}) as scene:
+        clients = scene.send(tokens=400, mix=STREAMED)
+        await scene.flowing()
+        leaving = await scene.busiest()
+        leaving.terminate()
+        await scene.wait_gone(leaving, 0, timeout=5)
+        assert any(client.ending is None for client in clients)
+        await scene.prove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "stall_s"), [("die@60", 2.5), ("hang@60", 9.0)])
+async def test_engine_fails(stage: Stage, fault: str, stall_s: float) -> None:
+    """A whole engine is lost to one request, and its worker leaves; others go on with the rest."""
+    row = Row(f"engine fails ({fault}) under 3 workers", [Poisoned.code], stall_s)
+    async with stage(row, worker={"stall_s": 1.5}) as scene:
+        innocents = scene.send(30, tokens=300, mix=STREAMED)
+        await scene.flowing()
+        scene.send(1, prompt=f"[[fault:{fault}]]", mix=("chat",))
+        await scene.finished(60)
+        for worker in scene.workers:
+            if not worker.running:
+                await scene.wait_gone(worker, Exit.ENGINE_FAILED)
+        assert len(scene.gone) == 2
+        await scene.prove()
+        assert {client.outcome() for client in innocents} == {EXACT}
