@@ -8,7 +8,7 @@ from benchmarks.accounts import Account, resident_kib
 from benchmarks.figures import Bar, Options, Part
 from benchmarks.layout import Layout, on_core
 from benchmarks.load import Connection, chat_request, connect
-from benchmarks.rounds import hold
+from benchmarks.rounds import all_begun, hold
 from benchmarks.targets import Target, pool
 
 _STREAMS = 1000
@@ -62,10 +62,8 @@ async def _open_many(target: Target) -> int:
         connection.ask(chat_request(target.port, fields))
         if index % 20 == 19:
             await asyncio.sleep(0.04)
-    await asyncio.sleep(3)
-    silent = sum(not connection.answer.first_ns for connection in connections)
-    if silent:
-        raise RuntimeError(f"{silent} of {_STREAMS} streams haven't begun")
+    await all_begun(connections)
+    await asyncio.sleep(2)
     resident = resident_kib(target.pids["gateway"])
     for connection in connections:
         connection.close()

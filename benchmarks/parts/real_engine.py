@@ -54,6 +54,7 @@ async def run(options: Options) -> Part:
             # One after the other: two at once would each measure the other's memory as taken.
             served = await stack.enter_async_context(vllm_serve())
             pooled = await stack.enter_async_context(vllm_pool())
+            print("  both are loaded", flush=True)
             for target in (served, pooled):
                 await _speak(target, 2, 8, turn=0)
             for chats, rounds in ((16, options.rounds(4)), (1, options.rounds(4))):
