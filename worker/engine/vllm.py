@@ -75,6 +75,10 @@ class VllmEngine:
                 raise
             raise EngineStartError(f"vLLM didn't start: {error or type(error).__name__}") from error
 
+    def resumable(self, path: str, body: bytes) -> bool:
+        """Tell whether a lost stream can be continued here: none can, yet."""
+        return False
+
     def load(self) -> Load:
         """Return the load as of the engine's last step."""
         return self._gauge.load()
