@@ -8,14 +8,17 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 |---|---|---|---|---|---|
 | `{p}:{tag}:lane:<lane>` | stream | one entry per job, queued or running: `j` | 7 days, renewed by submit | submit, finish, cancel, adopt | worker |
 | `{p}:{tag}:lane:<lane>:returned` | stream | the same, handed back: claimed before the lane | as above | hand back | worker |
-| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage` | time-out + result TTL, then result TTL | all transitions | both |
+| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
 | `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, field `f` | as the job's | publish, finish, cancel, adopt | gateway |
 | `{p}:{tag}:cancel:<id>` | string | a cancel that came before its job | 1 minute | cancel | submit |
+| `{p}:{<digest>}:request` | string | an idempotency key's hash → `<fingerprint> <job>` | time-out + result TTL | remember | gateway |
 | `{p}:{tag}:dead` | stream | jobs that cost too many workers: `j rec history`, the last 1,000 | 7 days, renewed | adopt; admin deletes | admin |
 | `{p}:{tag}:ch:<id>` | channel | the job's frames, `<seq> <frame>` | | with the log | gateway |
 | `{p}:{tag}:ctl:<worker>` | channel | nudges: `cancel <job> <owner> <reason>`, `drain` | | cancel, admin | worker |
 | `{p}:{registry}:workers` | set | ids of workers | 1 hour, renewed by each beat | worker | gateway |
 | `{p}:{registry}:worker:<id>` | string | `WorkerRecord`, MessagePack | the worker's lease | worker | gateway |
+| `{p}:{registry}:gateways` | set | names of gateways | 1 hour, renewed by each announcement | gateway | worker |
+| `{p}:{registry}:gateway:<name>` | string | nothing: that it is there | the gateway's lease | gateway | worker |
 | `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
 """
 
@@ -80,6 +83,9 @@ class Keys:
     def cancel(self, job_id: str) -> str:
         return self._tagged(tag_of(job_id), f"cancel:{job_id}")
 
+    def request(self, digest: str) -> str:
+        return self._tagged(digest, "request")
+
     def dead(self, job_tag: str) -> str:
         return self._tagged(job_tag, "dead")
 
@@ -94,6 +100,12 @@ class Keys:
 
     def worker(self, worker_id: str) -> str:
         return self._tagged("registry", f"worker:{worker_id}")
+
+    def gateways(self) -> str:
+        return self._tagged("registry", "gateways")
+
+    def gateway(self, name: str) -> str:
+        return self._tagged("registry", f"gateway:{name}")
 
     def models(self) -> str:
         return self._tagged("registry", "models")

@@ -35,6 +35,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     """The client's own id for it, for log lines only."""
     gateway: str = ""
+    patience_s: float | None = None
+    """How long it goes on with nobody reading its answer; None: to its end."""
+    failover: str = "continue"
+    """`continue`, or `error`: once something was sent, no other worker may go on with it."""
 
 
 class Head(msgspec.Struct, frozen=True):

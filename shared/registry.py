@@ -20,6 +20,7 @@ from shared.transitions import translated
 
 MODELS_TTL_MS = 7 * 24 * 3600 * 1000
 WORKERS_TTL_MS = 3600 * 1000
+GATEWAYS_TTL_MS = 3600 * 1000
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,33 @@ class Registry:
             pipeline.delete(self._keys.worker(worker_id))
             pipeline.srem(self._keys.workers(), worker_id)
             await pipeline.execute()
+
+    async def announce_gateway(self, name: str, lease_s: float) -> None:
+        """Say that a gateway is there, until its lease ends."""
+        keys = self._keys
+        names = [keys.gateway(name), keys.gateways(), keys.models()]
+        args: list[Any] = [name, "", int(lease_s * 1000), GATEWAYS_TTL_MS, MODELS_TTL_MS]
+        async with translated():
+            await self._announce(self._redis, names, args)
+
+    async def leave_gateway(self, name: str) -> None:
+        """Say that a gateway is gone."""
+        async with translated():
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.delete(self._keys.gateway(name))
+            pipeline.srem(self._keys.gateways(), name)
+            await pipeline.execute()
+
+    async def gateways(self) -> frozenset[str]:
+        """Return the gateways whose lease stands; forget the names whose lease has ended."""
+        keys = self._keys
+        async with translated():
+            names = sorted(one.decode() for one in await self._redis.smembers(keys.gateways()))
+            found = await self._redis.mget([keys.gateway(one) for one in names]) if names else []
+            gone = [one for one, there in zip(names, found, strict=True) if there is None]
+            if gone:
+                await self._redis.srem(keys.gateways(), *gone)
+        return frozenset(names) - frozenset(gone)
 
     async def snapshot(self) -> Snapshot:
         """Read all workers and models; forget the ids whose lease has ended."""

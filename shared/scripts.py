@@ -21,11 +21,12 @@ _PARTS = {
     "adopt": "end_job",
     "cancel": "end_job",
     "finish": "end_job",
+    "leave": "end_job",
     "peek": "without_body",
     "peek_dead": "without_body",
 }
 """What several scripts share: script → the file that stands before it."""
-_REFUSED_WHEN_FULL = frozenset({"submit", "requeue"})
+_REFUSED_WHEN_FULL = frozenset({"submit", "requeue", "remember"})
 """At `maxmemory` new work is refused; everything that ends, frees or goes on must get through."""
 
 NAMES = (
@@ -38,6 +39,10 @@ NAMES = (
     "cancel",
     "beat",
     "hand_back",
+    "attach",
+    "leave",
+    "readers",
+    "remember",
 )
 """The transitions. `announce` is the registry's; `requeue` and the peeks are `headrace-admin`'s."""
 

@@ -72,6 +72,8 @@ class Adopted:
     """Since its submission."""
     strikes: int = 0
     """Above 0: a worker was lost while it ran this job."""
+    readers: tuple[str, ...] = ()
+    """Who reads its answer: `<gateway>/<number>` each."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,39 @@ class CancelOutcome:
     outcome: str = ""
     """Of a finished job."""
     usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A job whose answer somebody begins to read."""
+
+    state: str
+    outcome: str
+    lane: str
+    stream: bool
+    left_s: float
+    """Until its deadline."""
+    frames: int
+    """In its log."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What readers' going has led to: `read` (others are there), `waiting` (for `wait_s`, for
+    somebody to come back), `kept` (it goes on to its end), `queued` or `running` (it is cancelled),
+    `finished` or `unknown`."""
+
+    word: str
+    wait_s: float = 0
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Who reads a job's answer."""
+
+    names: tuple[str, ...]
+    abandoned: bool
+    """Nobody has for longer than the job's patience."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +219,13 @@ class Transitions:
         job_tag = tag_of(job_id)
         return [self._keys.lane(job_tag, lane), self._keys.returned(job_tag, lane)]
 
-    async def submit(self, job: Job, *, limit: int, timeout_s: float) -> Submitted:
-        """Put a job into its lane unless the lane holds `limit` jobs, queued and running."""
+    async def submit(
+        self, job: Job, *, limit: int, timeout_s: float, reader: str = ""
+    ) -> Submitted:
+        """Put a job into its lane unless the lane holds `limit` jobs, queued and running.
+
+        With a `reader` the job lives while it, or another one, is there, and for its patience.
+        """
         keys = self._keys
         reply = await self._call(
             "submit",
@@ -198,6 +238,10 @@ class Transitions:
                 int(timeout_s * 1000),
                 self._result_ttl_ms,
                 LANE_TTL_MS,
+                job.model,
+                int(job.stream),
+                reader,
+                -1 if job.patience_s is None else int(job.patience_s * 1000),
             ],
         )
         verdict = reply[0].decode()
@@ -324,7 +368,7 @@ class Transitions:
         word = reply[0].decode()
         if word != "adopted":
             return str(word)
-        record, attempts, base, left_ms, waited_ms, strikes = reply[1:]
+        record, attempts, base, left_ms, waited_ms, strikes, readers = reply[1:]
         return Adopted(
             protocol.decode_job(record),
             claimed,
@@ -334,6 +378,7 @@ class Transitions:
             left_ms / 1000,
             waited_ms / 1000,
             strikes,
+            tuple(readers.decode().split()),
         )
 
     async def write(
@@ -413,6 +458,71 @@ class Transitions:
             return CancelOutcome(word)
         usage = protocol.decode_usage(reply[2]) if reply[2] else None
         return CancelOutcome(word, reply[1].decode(), usage)
+
+    async def attach(self, job_id: str, reader: str) -> Attached | None:
+        """Begin to read a job's answer; None if there is no such job."""
+        reply = await self._call(
+            "attach", [self._keys.job(job_id), self._keys.log(job_id)], [reader]
+        )
+        if not reply:
+            return None
+        state, outcome, lane, stream, left_ms, frames = reply
+        return Attached(
+            state.decode(),
+            outcome.decode(),
+            lane.decode(),
+            stream == b"1",
+            left_ms / 1000,
+            frames,
+        )
+
+    async def leave(
+        self, job_id: str, lane: str, readers: Iterable[str] = (), *, doubtful: bool = False
+    ) -> Left:
+        """Say that readers have gone, and cancel the job if it has nobody left to wait for.
+
+        `doubtful`: they are only thought to have gone; where one still listens nothing is done.
+        """
+        keys = self._keys
+        reply = await self._call(
+            "leave",
+            [keys.job(job_id), keys.log(job_id), *self._lanes(job_id, lane)],
+            [
+                job_id,
+                keys.channel(job_id),
+                keys.control(tag_of(job_id), ""),
+                _END_BODIES["cancelled"],
+                self._result_ttl_ms,
+                int(doubtful),
+                *readers,
+            ],
+        )
+        word = reply[0].decode()
+        return Left(word, reply[1] / 1000 if word == "waiting" else 0)
+
+    async def readers(self, job_ids: Sequence[str]) -> list[Readers]:
+        """Return who reads the answers of jobs of one tag."""
+        names = [self._keys.job(job_id) for job_id in job_ids]
+        return [
+            Readers(tuple(found.decode().split()), over_ms >= 0)
+            for found, over_ms in await self._call("readers", names, [])
+        ]
+
+    async def remember(
+        self, digest: str, fingerprint: str, job_id: str, *, ttl_s: float, instead: str = ""
+    ) -> str | None:
+        """Return the job that answers an idempotency key, `job_id` if there is none yet; None if
+        the key was given to another request. `instead`: a job whose place `job_id` takes.
+        """
+        reply = await self._call(
+            "remember",
+            [self._keys.request(digest)],
+            [fingerprint, job_id, int(ttl_s * 1000), instead],
+        )
+        word = reply[0].decode()
+        if word == "conflict":
+            return None
+        return job_id if word == "new" else str(reply[1].decode())
 
     async def beat(self, job_tag: str, worker: str, owned: Sequence[Adopted]) -> list[str]:
         """Renew the leases on a worker's jobs of one tag; per job `ok`, `cancelled`, `expired` or

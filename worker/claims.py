@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from redis.asyncio import Redis
@@ -53,6 +53,8 @@ class Claims:
         self._redis = redis
         self._running = running
         self._start = start
+        self.drops: Callable[[Adopted], Awaitable[bool]] = _none
+        """Whether a job isn't worth beginning, because nobody will fetch its answer."""
         self.pool = settings.pool
         """Known once the engine has started, as are its seats."""
         self._stopping = False
@@ -178,15 +180,31 @@ class Claims:
         elif self._refuses(adopted):
             await self._transitions.hand_back(adopted)
             log.info("job.handed_back", job=claimed.job_id, lane=claimed.lane)
+        elif await self._dropped(adopted):
+            log.info("job.dropped", job=claimed.job_id, reason="abandoned")
         else:
             if adopted.strikes:
                 log.warning("job.taken_over", job=claimed.job_id, strikes=adopted.strikes)
             self._start(adopted)
 
+    async def _dropped(self, adopted: Adopted) -> bool:
+        job = adopted.job
+        try:
+            if not await self.drops(adopted):
+                return False
+            await self._transitions.cancel(job.id, job.lane, force=True)
+        except QueueUnavailable:
+            return False  # It is found out later, while it runs.
+        return True
+
     def _refuses(self, adopted: Adopted) -> bool:
         """Tell whether a job can't be started here now, though it was claimed."""
         suspects = adopted.strikes > 0 and self._running.suspect
         return self._stopping or suspects or self._free(adopted.claimed.lane) <= 0
+
+
+async def _none(adopted: Adopted) -> bool:
+    return False
 
 
 def reserve(seats: int, share: float) -> int:

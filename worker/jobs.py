@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from shared.errors import EngineFailed, QueueUnavailable, WorkerLost
 from shared.logs import Log
-from shared.protocol import End
+from shared.protocol import End, Job
 from shared.transitions import Adopted, Transitions
 from worker.engine.interface import Engine
 from worker.metrics import WorkerMetrics
@@ -111,9 +111,11 @@ class Jobs:
 
     def _continuable(self, run: Run) -> bool:
         job = run.adopted.job
-        return not (job.stream and run.outbox.advanced) or self._engine.resumable(
-            job.path, job.body
-        )
+        return not (job.stream and run.outbox.advanced) or self._resumable(job)
+
+    def _resumable(self, job: Job) -> bool:
+        """Tell whether another worker can and may go on with a job of which something was sent."""
+        return job.failover != "error" and self._engine.resumable(job.path, job.body)
 
     async def _hand_back(self, run: Run, *, blame: bool) -> bool:
         """Return a job to the pool; what it has written stays in its log."""
@@ -129,7 +131,7 @@ class Jobs:
         job = run.adopted.job
         if not job.stream:
             return True  # The gateway holds the answer back until it is whole: begin again.
-        if not self._engine.resumable(job.path, job.body):
+        if not self._resumable(job):
             return False
         while True:
             try:

@@ -20,6 +20,7 @@ from shared.logs import Log
 from shared.pubsub import Subscriber
 from shared.registry import Registry
 from shared.transitions import Transitions
+from worker.abandoned import Abandoned
 from worker.cancellation import Nudges
 from worker.claims import BLOCK_S, Claims
 from worker.engine.interface import Engine, EngineStartError
@@ -78,6 +79,8 @@ class Worker:
             self._jobs.begin,
         )
         self._jobs.freed = self._claims.unblock
+        self._abandoned = Abandoned(settings, self._registry, beats, self._presence, self._running)
+        self._claims.drops = self._abandoned.drops
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._counted = (0, 0)
@@ -129,6 +132,7 @@ class Worker:
                     return Exit.OK if self._stop.is_set() else Exit.ENGINE_NOT_STARTED
                 others.append(side.create_task(self._subscriber.run()))
                 others.append(side.create_task(self._publisher.run()))
+                others.append(side.create_task(self._abandoned.run()))
                 return await self._serve()
             finally:
                 for task in others:

@@ -5,13 +5,13 @@
 -- KEYS  job, log, stream (where the entry is), dead
 -- ARGV  entry, owner, worker, channel, result_ttl_ms, expired body, cancelled body, poisoned body,
 --       min_idle_ms (0: the entry was claimed for this worker), max_strikes, dead_length, dead_ttl_ms
--- -> {'adopted', record, attempts, seq, left_ms, waited_ms, strikes}
+-- -> {'adopted', record, attempts, seq, left_ms, waited_ms, strikes, readers}
 --    | {'expired'} | {'cancelled'} | {'poisoned'} | {'gone'} | {'held'}
 if ARGV[9] ~= '0' and #redis.call('XCLAIM', KEYS[3], 'workers', ARGV[3], ARGV[9], ARGV[1], 'JUSTID') == 0
 then return {'held'} end
-local state, entry, seq, base, deadline, submitted, cancel, strikes, history = unpack(redis.call(
-  'HMGET', KEYS[1], 'state', 'entry', 'seq', 'base', 'deadline', 'submitted', 'cancel', 'strikes',
-  'history'))
+local state, entry, seq, base, deadline, submitted, cancel, strikes, history, readers, unread,
+  patience = unpack(redis.call('HMGET', KEYS[1], 'state', 'entry', 'seq', 'base', 'deadline',
+  'submitted', 'cancel', 'strikes', 'history', 'readers', 'unread', 'patience'))
 if not state or state == 'done' or entry ~= ARGV[1] then
   redis.call('XACK', KEYS[3], 'workers', ARGV[1])
   redis.call('XDEL', KEYS[3], ARGV[1])
@@ -22,7 +22,9 @@ local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 if state == 'running' and ARGV[9] ~= '0' then
   strikes = tonumber(seq) > tonumber(base) and 1 or strikes + 1
 end
+local abandoned = unread and patience ~= '-1' and now_ms >= unread + patience
 local outcome = cancel or (now_ms >= tonumber(deadline) and 'expired')
+  or (abandoned and 'cancelled')
   or (tonumber(strikes) >= tonumber(ARGV[10]) and 'poisoned')
 if outcome then
   if outcome == 'poisoned' then
@@ -39,4 +41,4 @@ redis.call('HSET', KEYS[1], 'state', 'running', 'owner', ARGV[2], 'worker', ARGV
   'started', now_ms, 'strikes', strikes, 'history', history .. now_ms .. ' ' .. ARGV[3] .. '\n')
 local attempts = redis.call('HINCRBY', KEYS[1], 'attempts', 1)
 return {'adopted', redis.call('HGET', KEYS[1], 'rec'), attempts, tonumber(seq),
-  tonumber(deadline) - now_ms, now_ms - submitted, tonumber(strikes)}
+  tonumber(deadline) - now_ms, now_ms - submitted, tonumber(strikes), readers or ''}
