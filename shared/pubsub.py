@@ -16,14 +16,18 @@ from typing import Any, Protocol, cast
 import hiredis
 from redis.asyncio.connection import parse_url
 
+from shared.connection import servers_of
 from shared.errors import QueueUnavailable
 from shared.logs import Log
+from shared.servers import parse
 from shared.settings import RedisSettings
 
 log = Log("pubsub")
 
 PING_EVERY_S = 0.5
 _SUBSCRIBE_CHUNK = 500
+_MESSAGES = frozenset({b"message", b"smessage"})
+_ACKS = frozenset({b"subscribe", b"ssubscribe"})
 
 
 class Sink(Protocol):
@@ -61,7 +65,7 @@ class _Link(asyncio.Protocol):
                 reply = reader.gets()
                 if reply is False:
                     return
-                if type(reply) is list and reply[0] == b"message":
+                if type(reply) is list and reply[0] in _MESSAGES:
                     sink = sinks.get(reply[1])
                     if sink is not None:
                         sink.on_message(reply[2])
@@ -87,10 +91,25 @@ class Subscriber:
     """
 
     def __init__(
-        self, settings: RedisSettings, *, name: str, ack_timeout_s: float, dead_after_s: float = 2
+        self,
+        settings: RedisSettings,
+        *,
+        name: str,
+        ack_timeout_s: float,
+        dead_after_s: float = 2,
+        tag: str = "",
     ) -> None:
-        self._options: dict[str, Any] = dict(parse_url(settings.redis_url.get_secret_value()))
-        self._tls = settings.redis_url.get_secret_value().startswith("rediss://")
+        """`tag`: in a cluster, the one whose channels are subscribed to."""
+        url = settings.redis_url.get_secret_value()
+        self._servers = servers_of(settings)
+        self._tag = tag
+        location = parse(url)
+        self._options: dict[str, Any] = location.login if location else dict(parse_url(url))
+        self._tls = url.startswith("rediss")
+        sharded = self._servers is not None and self._servers.sharded
+        self._subscribe, self._unsubscribe = (
+            ("SSUBSCRIBE", "SUNSUBSCRIBE") if sharded else ("SUBSCRIBE", "UNSUBSCRIBE")
+        )
         self._timeout_s = settings.redis_timeout_s
         self._name = name
         self._ack_timeout_s = ack_timeout_s
@@ -117,6 +136,7 @@ class Subscriber:
                     await self._hold()
                     delay_s = 0.05
                 except (OSError, TimeoutError, QueueUnavailable, hiredis.ReplyError) as error:
+                    self._forget_server()
                     delay_s = min(max(delay_s * 2, 0.1), 1.0)
                     log.warning("pubsub.unreachable", error=type(error).__name__)
         finally:
@@ -139,8 +159,14 @@ class Subscriber:
         finally:
             self._drop()
             link.abort()
+            self._forget_server()
             self.reconnects += 1
         log.warning("pubsub.lost")
+
+    def _forget_server(self) -> None:
+        """Find the server anew at the next connect: it may have failed over."""
+        if self._servers is not None:
+            self._servers.forget()
 
     def _drop(self) -> None:
         self._link = None
@@ -152,6 +178,9 @@ class Subscriber:
     async def _connect(self) -> _Link:
         loop, options = asyncio.get_running_loop(), self._options
         async with asyncio.timeout(self._timeout_s):
+            if self._servers is not None:
+                address = await self._servers.locate(self._tag)
+                options = {**options, "host": address.host, "port": address.port}
             if path := options.get("path"):
                 _, link = await loop.create_unix_connection(lambda: _Link(self), path)
             else:
@@ -190,18 +219,22 @@ class Subscriber:
         names = list(channels)
         for start in range(0, len(names), _SUBSCRIBE_CHUNK):
             if self._link is not None:
-                self._link.send("SUBSCRIBE", *names[start : start + _SUBSCRIBE_CHUNK])
+                self._link.send(self._subscribe, *names[start : start + _SUBSCRIBE_CHUNK])
 
     def on_reply(self, reply: Any) -> None:
         """Take a reply that isn't a message: greeting, acknowledgement, pong or error."""
         if self._handshake is not None:
             self._on_greeting(reply)
-        elif isinstance(reply, list) and reply[0] == b"subscribe":
+        elif isinstance(reply, list) and reply[0] in _ACKS:
             ack = self._acks.pop(reply[1], None)
             if ack is not None and not ack.done():
                 ack.set_result(None)
             if (sink := self.sinks.get(reply[1])) is not None:
                 sink.on_subscribed()
+        elif isinstance(reply, list) and reply[0] == b"sunsubscribe" and reply[1] in self.sinks:
+            # The slot has moved: the server unsubscribes by itself.
+            if self._link is not None:
+                self._link.abort()
         elif isinstance(reply, hiredis.ReplyError):
             log.error("pubsub.refused", error=str(reply))
             if self._link is not None:
@@ -228,7 +261,7 @@ class Subscriber:
         ack: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.sinks[name] = sink
         self._acks[name] = ack
-        self._link.send("SUBSCRIBE", name)
+        self._link.send(self._subscribe, name)
         try:
             async with asyncio.timeout(self._ack_timeout_s):
                 await ack
@@ -250,4 +283,4 @@ class Subscriber:
         if self.sinks.get(name) is sink:
             del self.sinks[name]
             if self._link is not None:
-                self._link.send("UNSUBSCRIBE", name)
+                self._link.send(self._unsubscribe, name)

@@ -11,9 +11,19 @@ from typing import Annotated, Literal, NoReturn, TypeVar
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from shared.servers import parse
+
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
-_SCHEMES = ("redis://", "rediss://", "unix://")
+_SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    "redis+sentinel://",
+    "rediss+sentinel://",
+    "redis+cluster://",
+    "rediss+cluster://",
+)
 
 
 class RedisSettings(BaseSettings):
@@ -22,7 +32,8 @@ class RedisSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="HEADRACE_", extra="ignore")
 
     redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
-    """Server of the Redis protocol: `redis://`, `rediss://` or `unix://`."""
+    """Servers of the Redis protocol: `redis://`, `rediss://`, `unix://`, `redis+sentinel://` or
+    `redis+cluster://`; see `shared.servers`."""
     redis_timeout_s: Seconds = 1.5
     """Longest wait for a connection or a reply."""
     redis_connections: int = Field(32, ge=4, le=10_000)
@@ -39,8 +50,10 @@ class RedisSettings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _known_scheme(cls, url: SecretStr) -> SecretStr:
-        if not url.get_secret_value().startswith(_SCHEMES):
+        text = url.get_secret_value()
+        if not text.startswith(_SCHEMES):
             raise ValueError(f"must begin with one of {', '.join(_SCHEMES)}")
+        parse(text)
         return url
 
 
