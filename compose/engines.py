@@ -11,6 +11,14 @@ from pathlib import Path
 MODEL_LENGTH = 2048
 """Prompt and answer on a CPU, tokens: enough to chat, small enough for 2 GiB of KV cache."""
 
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+    "TQDM_DISABLE": "1",
+}
+"""A person follows the start by the launcher's lines; set one of these to see more."""
+
 
 class ModelNotFound(Exception):
     """MODEL looks like a folder, and there is none."""
@@ -38,8 +46,7 @@ def vllm(model: str, extra: tuple[str, ...], *, worker: int, workers: int) -> Wo
     served = folder.name if folder else model
     arguments = [str(folder or model), "--served-model-name", served]
     env = {"HEADRACE_ENGINE": "vllm", "VLLM_NO_USAGE_STATS": "1"}
-    # A person follows the start by the launcher's lines; VLLM_LOGGING_LEVEL=INFO shows the rest.
-    env["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+    env |= {name: os.environ.get(name, value) for name, value in QUIET.items()}
     if folder:
         env["HF_HUB_OFFLINE"] = "1"
     if is_cpu_build():

