@@ -8,7 +8,7 @@ cluster has refused because it moved, every wait is bounded, and the transitions
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import hiredis
@@ -17,6 +17,8 @@ from redis.asyncio.connection import AbstractConnection, Connection, SSLConnecti
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AskError, ClusterDownError, ReadOnlyError, RedisError, TryAgainError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from shared.servers import Location, Servers, parse
 from shared.settings import RedisSettings
@@ -30,16 +32,48 @@ _MOVES = 6
 _MOVE_S = 0.01
 
 
-class _PackedInC(AbstractConnection):
-    """redis-py's asyncio connections pack in Python: a quarter of a busy worker's time."""
+class _Sender(AbstractConnection):
+    """redis-py's asyncio connections, packing in C and open to cancels.
+
+    They pack in Python, a quarter of a busy worker's time.
+    """
 
     def pack_command(self, *args: Any) -> list[bytes]:
         name = args[0].encode() if isinstance(args[0], str) else args[0]
         return [hiredis.pack_command((*name.split(), *args[1:]))]
 
+    async def send_packed_command(
+        self, command: bytes | str | Iterable[bytes], check_health: bool = True
+    ) -> None:
+        """Send without `asyncio.wait_for`.
+
+        Until Python 3.12 that swallows a cancel which comes as the sending is done: a loop that is
+        to end by it would go on for ever.
+        """
+        if not self.is_connected:
+            await self.connect_check_health(check_health=False)
+        if check_health:
+            await self.check_health()  # type: ignore[no-untyped-call]
+        if isinstance(command, str):
+            command = command.encode()
+        parts = [command] if isinstance(command, bytes) else command
+        try:
+            async with asyncio.timeout(self.socket_timeout):
+                await self._send_packed_command(parts)
+        except TimeoutError:
+            await self.disconnect(nowait=True)
+            raise RedisTimeout("Timeout writing to socket") from None
+        except OSError as error:
+            await self.disconnect(nowait=True)
+            raise RedisConnectionError(f"Error while writing to socket: {error}") from error
+        except BaseException:
+            # Half a command may be on its way: the connection is of no more use.
+            await self.disconnect(nowait=True)
+            raise
+
 
 def _packed(kind: type[AbstractConnection]) -> type[AbstractConnection]:
-    return type(f"Packed{kind.__name__}", (_PackedInC, kind), {})
+    return type(f"Packed{kind.__name__}", (_Sender, kind), {})
 
 
 def _located(
