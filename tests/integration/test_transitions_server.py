@@ -295,3 +295,28 @@ async def test_a_cancelled_call_gives_its_reply_to_nobody_else(server: ValkeySer
         for job in jobs[1:]:
             assert await transitions.lane_of(job.id) == job.lane
         await redis.aclose()
+
+
+async def test_a_cancel_is_never_swallowed(server: ValkeyServer) -> None:
+    """Python 3.11's `wait_for`, which the driver sends with, drops one that comes as it is done.
+
+    A loop that is ended by a cancel would go on for ever.
+    """
+    redis = connect(_settings(server.url), name="test", connections=4)
+    transitions = Transitions(redis, KEYS, result_ttl_s=100)
+
+    async def loop() -> None:
+        while True:
+            await transitions.depths(TAG)
+
+    for turns in range(300):
+        task = asyncio.create_task(loop())
+        for _ in range(turns % 30):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=2)
+        if not done:
+            task.cancel()
+            await asyncio.wait([task], timeout=2)
+        assert done, f"the cancel after {turns % 30} turns was lost"
+    await redis.aclose()

@@ -44,3 +44,11 @@ async def test_after_a_reconnect_a_beat_looks_for_what_was_missed() -> None:
     missed: list[bool] = []
     Nudges(Running(), lambda: missed.append(True)).on_subscribed()
     assert missed == [True]
+
+
+async def test_a_drain_is_asked_for() -> None:
+    asked: list[bool] = []
+    nudges = Nudges(Running(), lambda: None, lambda: asked.append(True))
+    nudges.on_message(b"drain")
+    nudges.on_message(b"drain ")
+    assert asked == [True]
