@@ -2,13 +2,13 @@
 
 python -m pytest -p tests.faults.report tests/faults
 
-A run of the whole suite writes its table into docs/guarantees.md; a part of it only prints it.
+The rows of a run replace those of earlier ones in docs/guarantees.md. A run of the whole suite
+replaces all of them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +71,11 @@ class Table:
             self._lines.append(Line(str(told["fault"]), result))  # type: ignore[arg-type]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        table = "\n".join([*HEAD, *(line.text() for line in self._lines)])
+        rows = {line.fault: line.text() for line in self._lines}
         terminalreporter.section("faults")
-        terminalreporter.write_line(table)
-        if self._complete and self._lines:
-            write(table)
+        terminalreporter.write_line("\n".join([*HEAD, *rows.values()]))
+        if rows:
+            write(rows if self._complete else {**written(), **rows})
 
 
 def _narrowed(config: pytest.Config) -> bool:
@@ -83,12 +83,20 @@ def _narrowed(config: pytest.Config) -> bool:
     return any("::" in arg or arg.endswith(".py") for arg in config.args) or config.option.lf
 
 
-def write(table: str) -> None:
+def written() -> dict[str, str]:
+    """Return the rows that stand in the page, by their fault."""
+    _, _, rest = PAGE.read_text().partition(BEGIN)
+    lines = rest.partition(END)[0].splitlines()
+    rows = [line for line in lines if line.startswith("| ") and line not in HEAD]
+    return {row[2:].partition(" |")[0]: row for row in rows}
+
+
+def write(rows: Mapping[str, str]) -> None:
     """Replace the table in the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    day = time.strftime("%Y-%m-%d")
-    PAGE.write_text(f"{before}{BEGIN}\n\nRun of {day}:\n\n{table}\n\n{END}{after}")
+    table = "\n".join([*HEAD, *rows.values()])
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

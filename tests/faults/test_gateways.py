@@ -28,6 +28,7 @@ async def test_killed(stage: Stage) -> None:
         assert result.outcomes[EXACT] == 25
 
 
+@pytest.mark.slow
 async def test_asked_to_leave(stage: Stage) -> None:
     row = Row("gateway SIGTERM, one of two, answers shorter than its drain")
     async with stage(row, gateways=2, workers=2) as scene:
@@ -114,8 +115,10 @@ async def test_link_swallows(stage: Stage) -> None:
 async def test_link_delayed(stage: Stage) -> None:
     row = Row("100 ms more each way between gateway and queue")
     async with stage(row, workers=2, gateway_proxy=True) as scene:
-        scene.gateway_link.delay(0.1)
         scene.send()
+        await scene.flowing()
+        scene.gateway_link.delay(0.1)
+        scene.send(10, tokens=20)
         await scene.prove()
 
 

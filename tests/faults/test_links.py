@@ -59,9 +59,11 @@ async def test_delayed(stage: Stage) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "adopt",
         "publish",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("claim", "finish", "beat")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("claim", "adopt", "finish", "beat")
+        ),
     ],
 )
 async def test_replies_lost(stage: Stage, script: str) -> None:
