@@ -129,6 +129,8 @@ async def requeue(access: Access, job_id: str, timeout_s: float) -> Requeued:
                 int(timeout_s * 1000),
                 int(access.settings.result_ttl_s * 1000),
                 LANE_TTL_MS,
+                job.model,
+                int(job.stream),
             ],
         )
     if reply[0] == b"unreadable":

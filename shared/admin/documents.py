@@ -159,11 +159,13 @@ class Job(Record, frozen=True, kw_only=True):
     times: Times
     usage: Usage | None
     frames: int
+    readers: list[str]
+    """Who relays its answer to a client, or did until its end."""
     model: str | None
-    """This and what follows is kept until the job ends."""
-    tenant: str | None
-    path: str | None
     stream: bool | None
+    tenant: str | None
+    """This and what follows is kept until the job ends."""
+    path: str | None
     sequences: int | None
     body_bytes: int | None
     request_id: str | None

@@ -110,6 +110,7 @@ def job(document: Job) -> str:
         ("kept for", duration(times.kept_s)),
         ("usage", _usage(document.usage)),
         ("frames", document.frames),
+        ("readers", " ".join(document.readers) or None),
         *_request(document),
     ]
     return facts(pairs) + _history(document.history)
@@ -119,9 +120,9 @@ def _request(document: Job | DeadJob) -> list[tuple[str, str | int | None]]:
     given = document.body_bytes
     return [
         ("model", document.model),
+        ("stream", None if document.stream is None else "yes" if document.stream else "no"),
         ("tenant", document.tenant),
         ("path", document.path),
-        ("stream", None if document.stream is None else "yes" if document.stream else "no"),
         ("sequences", document.sequences),
         ("body", None if given is None else size(given)),
         ("request id", document.request_id),
