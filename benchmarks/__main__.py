@@ -28,6 +28,7 @@ PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
     "vllm": real_engine.run,
     "peers": peers.run,
 }
+REAL_TIME = "Taken with real-time priority: the background load had to give way."
 _APART = ("peers",)
 """Not run unless named."""
 
@@ -39,6 +40,8 @@ def measure(name: str, options: Options, commit: str) -> Part:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         part = runner.run(_quietly(PARTS[name](options)))
     part.quick = options.quick
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        part.notes.append(REAL_TIME)
     part.when, part.commit = time.strftime("%Y-%m-%d %H:%M"), commit
     end = f"skipped: {part.skipped}" if part.skipped else f"{time.monotonic() - began:.0f} s"
     print(f"{name} {end}", flush=True)
