@@ -5,6 +5,7 @@ They keep no queue and no log.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -35,6 +36,9 @@ http {{
 }}
 """
 
+_AFTER_S = 3.0
+"""For the streams that were left to be cancelled."""
+
 Relay = Callable[[str, Layout, Target], AbstractAsyncContextManager[Target]]
 
 
@@ -53,6 +57,7 @@ async def run(options: Options) -> Part:
             async with _target(name, found.get(name, ""), layout) as target:
                 seconds = options.seconds(6)
                 held.setdefault(name, []).append(await measure(target, layout, seconds, part))
+                await asyncio.sleep(_AFTER_S)
                 with on_core(layout.client):
                     done = await pace(target, 8, seconds=seconds / 2, tokens=8, turn=turn)
                 paced.setdefault(name, []).append(done)
