@@ -20,13 +20,13 @@ from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
 from gateway.sweeper import Sweeper
-from shared.connection import connect
+from shared.connection import Connections
 from shared.errors import BodyTooLarge, Draining, InvalidRequest
 from shared.keys import Keys, new_job_id
 from shared.logs import Log
 from shared.protocol import Job
-from shared.pubsub import Subscriber
 from shared.registry import Registry
+from shared.subscribers import Subscribers
 from shared.transitions import Transitions
 
 log = Log("gateway")
@@ -42,13 +42,13 @@ class Gateway:
         keys = Keys(settings.key_prefix)
         self.settings = settings
         self.metrics = Metrics()
-        self.redis = connect(settings, name=name)
-        self.subscriber = Subscriber(
+        self.redis = Connections(settings, name=name)
+        self.subscriber = Subscribers(
             settings, name=f"{name}-pubsub", ack_timeout_s=settings.redis_timeout_s
         )
         self.transitions = Transitions(self.redis, keys, result_ttl_s=settings.result_ttl_s)
         # On connections of its own: a storm of cancels and one of requests must not meet.
-        self.cancel_redis = connect(settings, name=f"{name}-cancels", connections=RUNNERS)
+        self.cancel_redis = Connections(settings, name=f"{name}-cancels", connections=RUNNERS)
         self.canceller = Canceller(
             Transitions(self.cancel_redis, keys, result_ttl_s=settings.result_ttl_s),
             force_after_s=settings.force_cancel_s,

@@ -12,7 +12,7 @@ from gateway.settings import GatewaySettings
 from shared.errors import Cancelled, Draining, QueueFull, QueueUnavailable, RequestTimeout
 from shared.keys import Keys
 from shared.protocol import Job
-from shared.pubsub import Subscriber
+from shared.subscribers import Subscribers
 from shared.transitions import Reason, Transitions
 
 _LINK_POLL_S = 0.02
@@ -25,7 +25,7 @@ class Submitter:
         self,
         settings: GatewaySettings,
         keys: Keys,
-        subscriber: Subscriber,
+        subscriber: Subscribers,
         transitions: Transitions,
         canceller: Canceller,
         metrics: Metrics,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import hiredis
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -30,6 +30,40 @@ _MOVED = (AskError, ClusterDownError, ReadOnlyError, TryAgainError)
 _MOVES = 6
 """How often to ask again, 10 ms apart at first, twice as long each time."""
 _MOVE_S = 0.01
+
+
+class Clients(Protocol):
+    """Clients for the keys of each tag."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether tags live on different servers, whose channels are their own."""
+
+    def at(self, tag: str) -> Redis:
+        """Return the client for the keys of a tag."""
+
+    async def run(self, tag: str, operation: Callable[[Redis], Awaitable[T]]) -> T:
+        """Do something at a tag's server, following the tag where it has moved."""
+
+
+class Fixed:
+    """One client for all tags."""
+
+    sharded = False
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    def at(self, tag: str) -> Redis:
+        return self._redis
+
+    async def run(self, tag: str, operation: Callable[[Redis], Awaitable[T]]) -> T:
+        return await operation(self._redis)
+
+
+def clients_of(redis: Redis | Clients) -> Clients:
+    """Return clients for each tag, also where there is one for all."""
+    return Fixed(redis) if isinstance(redis, Redis) else redis
 
 
 class _Sender(AbstractConnection):

@@ -34,6 +34,9 @@ LANES = ("interactive", "batch")
 GROUP = "workers"
 """The consumer group of every lane."""
 
+REGISTRY = "registry"
+"""The tag of the registry's keys."""
+
 _TAG_LENGTH = 10
 _ID_LENGTH = 32
 _HEX = frozenset("0123456789abcdef")
@@ -42,6 +45,11 @@ _HEX = frozenset("0123456789abcdef")
 def tag(pool: str, shard: int) -> str:
     """Return the tag, 10 hexadecimal digits, of one of a pool's shards (0 to 255)."""
     return f"{blake2s(pool.encode(), digest_size=4).hexdigest()}{shard:02x}"
+
+
+def tags(pool: str, shards: int) -> list[str]:
+    """Return the tags of all of a pool's shards."""
+    return [tag(pool, shard) for shard in range(shards)]
 
 
 def new_job_id(job_tag: str) -> str:
@@ -57,6 +65,11 @@ def is_job_id(text: str) -> bool:
 def tag_of(job_id: str) -> str:
     """Return the tag in a job id."""
     return job_id[:_TAG_LENGTH]
+
+
+def hash_tag(key: str) -> str:
+    """Return the tag in a key or channel."""
+    return key[key.index("{") + 1 : key.index("}")]
 
 
 @dataclass(frozen=True)
@@ -96,16 +109,16 @@ class Keys:
         return self._tagged(job_tag, f"ctl:{worker_id}")
 
     def workers(self) -> str:
-        return self._tagged("registry", "workers")
+        return self._tagged(REGISTRY, "workers")
 
     def worker(self, worker_id: str) -> str:
-        return self._tagged("registry", f"worker:{worker_id}")
+        return self._tagged(REGISTRY, f"worker:{worker_id}")
 
     def gateways(self) -> str:
-        return self._tagged("registry", "gateways")
+        return self._tagged(REGISTRY, "gateways")
 
     def gateway(self, name: str) -> str:
-        return self._tagged("registry", f"gateway:{name}")
+        return self._tagged(REGISTRY, f"gateway:{name}")
 
     def models(self) -> str:
-        return self._tagged("registry", "models")
+        return self._tagged(REGISTRY, "models")

@@ -6,17 +6,20 @@ whose workers are all gone is "not available now" rather than "unknown".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
 from shared import protocol
-from shared.keys import Keys
+from shared.connection import Clients, clients_of
+from shared.keys import REGISTRY, Keys
 from shared.protocol import ModelRecord, WorkerRecord
 from shared.scripts import Script
 from shared.transitions import translated
+
+T = TypeVar("T")
 
 MODELS_TTL_MS = 7 * 24 * 3600 * 1000
 WORKERS_TTL_MS = 3600 * 1000
@@ -42,8 +45,8 @@ class Snapshot:
 class Registry:
     """Reads and writes the registry. Raises `QueueUnavailable`."""
 
-    def __init__(self, redis: Redis, keys: Keys, *, shebang: bool = True) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis | Clients, keys: Keys, *, shebang: bool = True) -> None:
+        self._clients = clients_of(redis)
         self._keys = keys
         self._announce = Script("announce", shebang=shebang)
 
@@ -57,58 +60,71 @@ class Registry:
         args += [WORKERS_TTL_MS, MODELS_TTL_MS]
         for model in models:
             args += [model.name, protocol.encode(model)]
-        async with translated():
-            await self._announce(self._redis, names, args)
+        await self._at(lambda redis: self._announce(redis, names, args))
 
     async def leave(self, worker_id: str) -> None:
         """Say that a worker is gone."""
-        async with translated():
-            pipeline = self._redis.pipeline(transaction=False)
-            pipeline.delete(self._keys.worker(worker_id))
-            pipeline.srem(self._keys.workers(), worker_id)
-            await pipeline.execute()
+        await self._forget(self._keys.worker(worker_id), self._keys.workers(), worker_id)
 
     async def announce_gateway(self, name: str, lease_s: float) -> None:
         """Say that a gateway is there, until its lease ends."""
         keys = self._keys
         names = [keys.gateway(name), keys.gateways(), keys.models()]
         args: list[Any] = [name, "", int(lease_s * 1000), GATEWAYS_TTL_MS, MODELS_TTL_MS]
-        async with translated():
-            await self._announce(self._redis, names, args)
+        await self._at(lambda redis: self._announce(redis, names, args))
 
     async def leave_gateway(self, name: str) -> None:
         """Say that a gateway is gone."""
-        async with translated():
-            pipeline = self._redis.pipeline(transaction=False)
-            pipeline.delete(self._keys.gateway(name))
-            pipeline.srem(self._keys.gateways(), name)
-            await pipeline.execute()
+        await self._forget(self._keys.gateway(name), self._keys.gateways(), name)
 
     async def gateways(self) -> frozenset[str]:
         """Return the gateways whose lease stands; forget the names whose lease has ended."""
         keys = self._keys
-        async with translated():
-            names = sorted(one.decode() for one in await self._redis.smembers(keys.gateways()))
-            found = await self._redis.mget([keys.gateway(one) for one in names]) if names else []
-            gone = [one for one, there in zip(names, found, strict=True) if there is None]
-            if gone:
-                await self._redis.srem(keys.gateways(), *gone)
-        return frozenset(names) - frozenset(gone)
+
+        async def read(redis: Redis) -> frozenset[str]:
+            members: Any = await redis.smembers(keys.gateways())
+            return frozenset(await _present(redis, keys.gateways(), keys.gateway, members))
+
+        return await self._at(read)
 
     async def snapshot(self) -> Snapshot:
         """Read all workers and models; forget the ids whose lease has ended."""
         keys = self._keys
-        async with translated():
-            pipeline = self._redis.pipeline(transaction=False)
+
+        async def read(redis: Redis) -> tuple[dict[str, bytes], dict[bytes, bytes]]:
+            pipeline = redis.pipeline(transaction=False)
             pipeline.smembers(keys.workers())
             pipeline.hgetall(keys.models())
             members, models = await pipeline.execute()
-            ids = sorted(member.decode() for member in members)
-            records = await self._redis.mget([keys.worker(one) for one in ids]) if ids else []
-            gone = [one for one, record in zip(ids, records, strict=True) if record is None]
-            if gone:
-                await self._redis.srem(keys.workers(), *gone)
+            return await _present(redis, keys.workers(), keys.worker, members), models
+
+        workers, models = await self._at(read)
         return Snapshot(
-            tuple(protocol.decode_worker(cast(bytes, one)) for one in records if one),
+            tuple(protocol.decode_worker(one) for one in workers.values()),
             {name.decode(): protocol.decode_model(record) for name, record in models.items()},
         )
+
+    async def _at(self, operation: Callable[[Redis], Awaitable[T]]) -> T:
+        async with translated():
+            return await self._clients.run(REGISTRY, operation)
+
+    async def _forget(self, record: str, names: str, name: str) -> None:
+        async def forget(redis: Redis) -> None:
+            pipeline = redis.pipeline(transaction=False)
+            pipeline.delete(record)
+            pipeline.srem(names, name)
+            await pipeline.execute()
+
+        await self._at(forget)
+
+
+async def _present(
+    redis: Redis, names: str, key: Callable[[str], str], members: Iterable[bytes]
+) -> dict[str, bytes]:
+    """Return name → record of those whose lease stands; forget the others' names."""
+    wanted = sorted(one.decode() for one in members)
+    found: Any = await redis.mget([key(one) for one in wanted]) if wanted else []
+    gone = [one for one, record in zip(wanted, found, strict=True) if record is None]
+    if gone:
+        await redis.srem(names, *gone)
+    return {one: rec for one, rec in zip(wanted, found, strict=True) if rec is not None}

@@ -49,11 +49,16 @@ NAMES = (
 Args = Sequence[Any]
 
 
-def source(name: str, *, shebang: bool = True) -> str:
-    """Return a script's full text. fakeredis doesn't know the shebang line."""
+def source(name: str, *, shebang: bool = True, sharded: bool = False) -> str:
+    """Return a script's full text. fakeredis doesn't know the shebang line.
+
+    `sharded`: for a cluster, where a job's channel lives with its keys.
+    """
     text = (_FOLDER / f"{name}.lua").read_text()
     if name in _PARTS:
         text = (_FOLDER / f"{_PARTS[name]}.lua").read_text() + text
+    if sharded:
+        text = text.replace("'PUBLISH'", "'SPUBLISH'")
     if not shebang:
         return text
     return ("#!lua\n" if name in _REFUSED_WHEN_FULL else "#!lua flags=allow-oom\n") + text
@@ -62,8 +67,8 @@ def source(name: str, *, shebang: bool = True) -> str:
 class Script:
     """One Lua file, callable with its keys and arguments."""
 
-    def __init__(self, name: str, *, shebang: bool = True) -> None:
-        self.source = source(name, shebang=shebang)
+    def __init__(self, name: str, *, shebang: bool = True, sharded: bool = False) -> None:
+        self.source = source(name, shebang=shebang, sharded=sharded)
         self._sha = sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Redis, keys: Sequence[str], args: Args) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
 
 from shared import protocol
+from shared.connection import Clients, clients_of
 from shared.errors import (
     Cancelled,
     HeadraceError,
@@ -20,8 +20,19 @@ from shared.errors import (
     QueueUnavailable,
     RequestTimeout,
 )
-from shared.keys import GROUP, LANES, Keys, tag_of
-from shared.protocol import End, Envelope, Frame, Job, Usage
+from shared.keys import GROUP, LANES, Keys, hash_tag, tag_of
+from shared.outcomes import Adopted as Adopted
+from shared.outcomes import Append as Append
+from shared.outcomes import Attached as Attached
+from shared.outcomes import CancelOutcome as CancelOutcome
+from shared.outcomes import Claimed as Claimed
+from shared.outcomes import Finish as Finish
+from shared.outcomes import Left as Left
+from shared.outcomes import LogPage as LogPage
+from shared.outcomes import Readers as Readers
+from shared.outcomes import Submitted as Submitted
+from shared.outcomes import Verdict as Verdict
+from shared.protocol import End, Frame, Job
 from shared.scripts import NAMES, Script
 
 MAX_TIMEOUT_S = 24 * 3600
@@ -33,133 +44,9 @@ DEAD_LENGTH = 1000
 LOG_PAGE = 200
 """Log entries read at once."""
 
+T = TypeVar("T")
+
 Reason = Literal["cancelled", "expired"]
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """`queued`, `known` (the id was submitted before), `cancelled` (before it came) or `full`."""
-
-    verdict: str
-    entries: int = 0
-    """Jobs in the lane, where it is full."""
-
-
-@dataclass(frozen=True)
-class Claimed:
-    """A lane's entry that this worker now holds."""
-
-    tag: str
-    lane: str
-    returned: bool
-    entry: bytes
-    job_id: str
-
-
-@dataclass(frozen=True)
-class Adopted:
-    """A job that this worker now owns."""
-
-    job: Job
-    claimed: Claimed
-    owner: str
-    attempts: int
-    base: int
-    """The log's last number; this owner's first frame has the next one."""
-    left_s: float
-    """Until its deadline."""
-    waited_s: float
-    """Since its submission."""
-    strikes: int = 0
-    """Above 0: a worker was lost while it ran this job."""
-    readers: tuple[str, ...] = ()
-    """Who reads its answer: `<gateway>/<number>` each."""
-
-
-@dataclass(frozen=True)
-class Append:
-    """Encoded frames of one job, to be published in order."""
-
-    job_id: str
-    owner: str
-    base: int
-    first: int
-    """Sequence number of the first body."""
-    bodies: Sequence[bytes]
-
-
-@dataclass(frozen=True)
-class Finish:
-    """A job's terminal frame, encoded, and its place in the log."""
-
-    job_id: str
-    owner: str
-    lane: str
-    seq: int
-    body: bytes
-    outcome: str
-    usage: Usage | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a write: `ok`; `cancelled` or `expired` (written, but the job is to be
-    stopped); `fenced` (another owns the job); `gap` (the log ends at `seq`: send from there)."""
-
-    word: str
-    seq: int = 0
-
-
-@dataclass(frozen=True)
-class CancelOutcome:
-    """`queued`, `running` (its worker was asked), `forced`, `finished` or `unknown`."""
-
-    word: str
-    outcome: str = ""
-    """Of a finished job."""
-    usage: Usage | None = None
-
-
-@dataclass(frozen=True)
-class Attached:
-    """A job whose answer somebody begins to read."""
-
-    state: str
-    outcome: str
-    lane: str
-    stream: bool
-    left_s: float
-    """Until its deadline."""
-    frames: int
-    """In its log."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """What readers' going has led to: `read` (others are there), `waiting` (for `wait_s`, for
-    somebody to come back), `kept` (it goes on to its end), `queued` or `running` (it is cancelled),
-    `finished` or `unknown`."""
-
-    word: str
-    wait_s: float = 0
-
-
-@dataclass(frozen=True)
-class Readers:
-    """Who reads a job's answer."""
-
-    names: tuple[str, ...]
-    abandoned: bool
-    """Nobody has for longer than the job's patience."""
-
-
-@dataclass(frozen=True)
-class LogPage:
-    """Frames of a job's log, in order, and the job's state (None: there is no such job)."""
-
-    envelopes: list[Envelope]
-    state: str | None
-    more: bool
 
 
 def _end_body(outcome: str, error: type[HeadraceError]) -> bytes:
@@ -197,23 +84,29 @@ class Transitions:
 
     def __init__(
         self,
-        redis: Redis,
+        redis: Redis | Clients,
         keys: Keys,
         *,
         result_ttl_s: float,
         max_strikes: int = 2,
         shebang: bool = True,
     ) -> None:
-        self._redis = redis
+        self._clients = clients_of(redis)
         self._keys = keys
         self._result_ttl_ms = int(result_ttl_s * 1000)
         self._max_strikes = max_strikes
         self._log_ttl_ms = MAX_TIMEOUT_S * 1000 + self._result_ttl_ms
-        self._scripts = {name: Script(name, shebang=shebang) for name in NAMES}
+        self._scripts = {
+            name: Script(name, shebang=shebang, sharded=self._clients.sharded) for name in NAMES
+        }
 
     async def _call(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        script = self._scripts[name]
+        return await self._at(hash_tag(keys[0]), lambda redis: script(redis, keys, args))
+
+    async def _at(self, job_tag: str, operation: Callable[[Redis], Awaitable[T]]) -> T:
         async with translated():
-            return await self._scripts[name](self._redis, keys, args)
+            return await self._clients.run(job_tag, operation)
 
     def _lanes(self, job_id: str, lane: str) -> list[str]:
         job_tag = tag_of(job_id)
@@ -285,25 +178,28 @@ class Transitions:
         self, job_tag: str, *, worker: str | None = None, idle_s: float = 0
     ) -> list[Claimed]:
         """Return entries that are claimed: a worker's own, or those whose lease has lapsed."""
-        found = []
-        async with translated():
-            for stream, (lane, returned) in self._streams(job_tag).items():
-                async for entry, job_id in self._held(stream, worker, int(idle_s * 1000)):
-                    found.append(Claimed(job_tag, lane, returned, entry, job_id))
-        return found
+
+        async def read(redis: Redis) -> list[Claimed]:
+            return [
+                Claimed(job_tag, lane, returned, entry, job_id)
+                for stream, (lane, returned) in self._streams(job_tag).items()
+                async for entry, job_id in self._held(redis, stream, worker, int(idle_s * 1000))
+            ]
+
+        return await self._at(job_tag, read)
 
     async def _held(
-        self, stream: str, worker: str | None, idle_ms: int
+        self, redis: Redis, stream: str, worker: str | None, idle_ms: int
     ) -> AsyncIterator[tuple[bytes, str]]:
         """Yield the claimed entries of a stream, page by page, with their jobs."""
         start = "-"
         while True:
-            page: Any = await self._redis.xpending_range(
+            page: Any = await redis.xpending_range(
                 stream, GROUP, start, "+", LOG_PAGE, consumername=worker, idle=idle_ms or None
             )
             for one in page:
                 entry = one["message_id"]
-                rows: Any = await self._redis.xrange(stream, entry, entry)
+                rows: Any = await redis.xrange(stream, entry, entry)
                 yield entry, rows[0][1][b"j"].decode() if rows else ""
             if len(page) < LOG_PAGE:
                 return
@@ -311,7 +207,7 @@ class Transitions:
 
     async def wait_claim(
         self,
-        redis: Redis,
+        blocking: Redis | Clients,
         job_tag: str,
         lanes: Sequence[str],
         worker: str,
@@ -324,10 +220,14 @@ class Transitions:
         Ends early, with nothing, when another connection unblocks this one.
         """
         streams = self._streams(job_tag, lanes, returned=returned)
-        async with translated():
-            reply: Any = await redis.xreadgroup(
+
+        async def read(redis: Redis) -> Any:
+            return await redis.xreadgroup(
                 GROUP, worker, dict.fromkeys(streams, ">"), count=1, block=int(block_s * 1000)
             )
+
+        async with translated():
+            reply = await clients_of(blocking).run(job_tag, read)
         return [
             Claimed(job_tag, *streams[name.decode()], entry, fields.get(b"j", b"").decode())
             for name, entries in reply or ()
@@ -388,27 +288,34 @@ class Transitions:
 
         Idempotent: the same call may be sent again after a lost reply.
         """
-        async with translated():
-            for _ in range(2):
-                pipeline = self._redis.pipeline(transaction=False)
-                if appends:
-                    self._scripts["publish"].add(pipeline, *self._publish_call(appends))
-                for finish in finishes:
-                    self._scripts["finish"].add(pipeline, *self._finish_call(finish))
-                replies = await pipeline.execute(raise_on_error=False)
-                if not any(isinstance(reply, NoScriptError) for reply in replies):
-                    break
-                await self._scripts["publish"].teach(self._redis)
-                await self._scripts["finish"].teach(self._redis)
-            for reply in replies:
-                if isinstance(reply, Exception):
-                    raise reply
+        calls = [("publish", *self._publish_call(appends))] if appends else []
+        calls += [("finish", *self._finish_call(finish)) for finish in finishes]
+        job_tag = tag_of((appends or finishes)[0].job_id)
+        replies = await self._at(job_tag, lambda redis: self._pipelined(redis, calls))
         verdicts = [Verdict(word.decode(), seq) for word, seq in (replies[0] if appends else ())]
         ended = [
             Verdict(reply[0].decode(), reply[1] if len(reply) > 1 else 0)
             for reply in replies[1 if appends else 0 :]
         ]
         return verdicts, ended
+
+    async def _pipelined(
+        self, redis: Redis, calls: Sequence[tuple[str, Sequence[str], Sequence[Any]]]
+    ) -> list[Any]:
+        """Call scripts in one round trip. Raises the first error that one of them answered."""
+        for _ in range(2):
+            pipeline = redis.pipeline(transaction=False)
+            for name, keys, args in calls:
+                self._scripts[name].add(pipeline, keys, args)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            if not any(isinstance(reply, NoScriptError) for reply in replies):
+                break
+            for name in {name for name, _, _ in calls}:
+                await self._scripts[name].teach(redis)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
 
     def _publish_call(self, appends: Sequence[Append]) -> tuple[list[str], list[Any]]:
         names, args = [], []
@@ -501,7 +408,7 @@ class Transitions:
         return Left(word, reply[1] / 1000 if word == "waiting" else 0)
 
     async def readers(self, job_ids: Sequence[str]) -> list[Readers]:
-        """Return who reads the answers of jobs of one tag."""
+        """Return who reads the answers of jobs, which share one tag."""
         names = [self._keys.job(job_id) for job_id in job_ids]
         return [
             Readers(tuple(found.decode().split()), over_ms >= 0)
@@ -550,28 +457,34 @@ class Transitions:
 
     async def lane_of(self, job_id: str) -> str | None:
         """Return the lane of a job, or None if there is no such job."""
-        async with translated():
-            lane: Any = await self._redis.hget(self._keys.job(job_id), "lane")
+        key = self._keys.job(job_id)
+        lane: Any = await self._at(tag_of(job_id), lambda redis: redis.hget(key, "lane"))
         return lane.decode() if lane else None
 
     async def read_log(self, job_id: str, after: int, count: int = LOG_PAGE) -> LogPage:
         """Read a page of a job's log behind a sequence number."""
-        async with translated():
-            pipeline = self._redis.pipeline(transaction=False)
+
+        async def read(redis: Redis) -> Any:
+            pipeline = redis.pipeline(transaction=False)
             pipeline.xrange(self._keys.log(job_id), f"({after}-0", "+", count=count)
             pipeline.hget(self._keys.job(job_id), "state")
-            entries, state = await pipeline.execute()
+            return await pipeline.execute()
+
+        entries, state = await self._at(tag_of(job_id), read)
         envelopes = [protocol.open_entry(entry, fields[b"f"]) for entry, fields in entries]
         return LogPage(envelopes, state.decode() if state else None, len(entries) == count)
 
     async def depths(self, job_tag: str) -> dict[str, int]:
         """Return the number of jobs in each lane, queued and running."""
-        async with translated():
-            pipeline = self._redis.pipeline(transaction=False)
-            streams = self._streams(job_tag)
+        streams = self._streams(job_tag)
+
+        async def read(redis: Redis) -> Any:
+            pipeline = redis.pipeline(transaction=False)
             for stream in streams:
                 pipeline.xlen(stream)
-            lengths = await pipeline.execute()
+            return await pipeline.execute()
+
+        lengths = await self._at(job_tag, read)
         depths = dict.fromkeys(LANES, 0)
         for (lane, _), length in zip(streams.values(), lengths, strict=True):
             depths[lane] += length

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import groupby
 
 from shared.errors import Unavailable
+from shared.keys import tag_of
 from shared.logs import Log
+from shared.outcomes import Adopted, Left, Readers
 from shared.registry import Registry
-from shared.transitions import Adopted, Left, Transitions
+from shared.transitions import Transitions
 from worker.presence import Presence
 from worker.running import Running
 from worker.settings import WorkerSettings
@@ -64,7 +67,10 @@ class Abandoned:
             for run in self._running.jobs.values()
             if run.stopped is None and run.adopted.job.patience_s is not None
         ]
-        found = await self._transitions.readers([a.job.id for a in watched]) if watched else []
+        watched.sort(key=lambda adopted: adopted.job.id)
+        found: list[Readers] = []
+        for _, jobs in groupby((adopted.job.id for adopted in watched), tag_of):
+            found += await self._transitions.readers(list(jobs))
         now = asyncio.get_running_loop().time()
         names = {_gateway(one) for readers in found for one in readers.names}
         self._absent = {name: self._absent.get(name, now) for name in names - self._live}

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from redis.asyncio import Redis
 
+from shared.connection import Clients
 from shared.errors import LanesLost, QueueUnavailable, Unavailable
 from shared.keys import LANES, tag
 from shared.logs import Log
@@ -34,23 +35,28 @@ FULL_POLL_S = 0.02
 
 
 class Claims:
-    """The loop that fills the engine. `run()` ends after `stop()`, with nothing left claimed."""
+    """A loop that fills the engine, from one shard of the pool's queue.
+
+    `run()` ends after `stop()`, with nothing left claimed.
+    """
 
     def __init__(
         self,
         settings: WorkerSettings,
         engine: Engine,
         transitions: Transitions,
-        blocking: Redis,
-        redis: Redis,
+        blocking: Clients,
+        clients: Clients,
         running: Running,
         start: Callable[[Adopted], None],
+        shard: int = 0,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._transitions = transitions
         self._blocking = blocking
-        self._redis = redis
+        self._clients = clients
+        self._shard = shard
         self._running = running
         self._start = start
         self.drops: Callable[[Adopted], Awaitable[bool]] = _none
@@ -63,8 +69,9 @@ class Claims:
         self._unsure = True
         """Whether entries may be ours without our knowing: a reply was lost."""
 
-    def _tag(self) -> str:
-        return tag(self.pool, 0)
+    def tag(self) -> str:
+        """Return the tag of its keys."""
+        return tag(self.pool, self._shard)
 
     def _limits(self) -> dict[str, int]:
         """Return lane → the most jobs to have claimed after it; empty where there is no room."""
@@ -89,7 +96,7 @@ class Claims:
         """End a wait for work: the lanes that may be claimed have changed."""
         if self._blocked_on and (self._stopping or tuple(self._limits()) != self._blocked_on):
             with contextlib.suppress(Exception):
-                await self._redis.client_unblock(self._client_id)
+                await self._clients.at(self.tag()).client_unblock(self._client_id)
 
     async def run(self) -> None:
         """Claim until stopped."""
@@ -112,13 +119,13 @@ class Claims:
 
     async def _recover(self) -> None:
         """Create what is missing and adopt what is ours by a claim whose reply was lost."""
-        await self._transitions.create_lanes([self._tag()])
+        await self._transitions.create_lanes([self.tag()])
         worker = self._settings.worker_id
-        for claimed in await self._transitions.pending(self._tag(), worker=worker):
+        for claimed in await self._transitions.pending(self.tag(), worker=worker):
             if claimed.job_id not in self._running.jobs:
                 await self._adopt(claimed)
         async with translated():
-            self._client_id = await self._blocking.client_id()
+            self._client_id = await self._blocking.run(self.tag(), Redis.client_id)
         self._unsure = False
 
     async def _turn(self) -> None:
@@ -130,7 +137,7 @@ class Claims:
         worker = self._settings.worker_id
         # What was handed back may be suspect; while one suspect runs, no other is claimed.
         returned = not self._running.suspect
-        claimed = await self._transitions.claim(self._tag(), limits, worker, returned=returned)
+        claimed = await self._transitions.claim(self.tag(), limits, worker, returned=returned)
         if not claimed:
             claimed = await self._wait(tuple(limits), returned)
         adoptions = (self._adopt(one) for one in claimed)
@@ -146,7 +153,7 @@ class Claims:
                 return []
             return await self._transitions.wait_claim(
                 self._blocking,
-                self._tag(),
+                self.tag(),
                 lanes,
                 self._settings.worker_id,
                 BLOCK_S if returned else SUSPECT_POLL_S,

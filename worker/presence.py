@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 from shared.errors import LanesLost, Unavailable
-from shared.keys import tag
+from shared.keys import tag_of
 from shared.logs import Log
 from shared.protocol import ModelRecord, WorkerRecord
 from shared.registry import Registry
 from shared.transitions import Transitions
 from worker.claims import reserve
 from worker.engine.interface import Engine
+from worker.run import Run
 from worker.running import Running
 from worker.settings import WorkerSettings
 
@@ -96,11 +97,16 @@ class Presence:
         runs = list(self._running.jobs.values())
         if not runs or not self.pool:
             return
-        owned = [run.adopted for run in runs]
-        words = await self._transitions.beat(tag(self.pool, 0), self._settings.worker_id, owned)
-        for run, word in zip(runs, words, strict=True):
-            if word != "ok":
-                run.stop(word)
+        by_tag: dict[str, list[Run]] = {}
+        for run in runs:
+            by_tag.setdefault(tag_of(run.adopted.job.id), []).append(run)
+        for job_tag, owned in by_tag.items():
+            words = await self._transitions.beat(
+                job_tag, self._settings.worker_id, [run.adopted for run in owned]
+            )
+            for run, word in zip(owned, words, strict=True):
+                if word != "ok":
+                    run.stop(word)
 
     async def _announce(self) -> None:
         engine, load = self._engine, self._engine.load()
@@ -108,6 +114,7 @@ class Presence:
         worker = WorkerRecord(
             id=self._settings.worker_id,
             pool=self.pool,
+            shards=self._settings.shards,
             models=[model.name for model in engine.models],
             state=self.state,
             seats=seats,
@@ -128,6 +135,7 @@ class Presence:
             ModelRecord(
                 name=model.name,
                 pool=self.pool,
+                shards=self._settings.shards,
                 max_model_len=model.max_model_len,
                 parent=model.parent,
                 created=self._started_ms // 1000,

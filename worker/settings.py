@@ -25,6 +25,8 @@ class WorkerSettings(RedisSettings):
     """Unique in the pool; by default host, process and a random part."""
     pool: str = ""
     """Workers of one pool share a queue and serve the same models; by default the first model."""
+    shards: int = Field(1, ge=1, le=256)
+    """Parts of the pool's queue, spread over a cluster; the same for all its workers."""
     interactive_reserve: float = Field(0.25, ge=0, le=1)
     """Share of the seats that batch work may not take, rounded down."""
     kv_high: float = Field(0.95, gt=0, le=1)

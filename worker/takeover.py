@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from shared.errors import LanesLost, QueueUnavailable
-from shared.keys import tag
+from shared.keys import tags
 from shared.logs import Log
 from shared.transitions import Claimed, Transitions
 from worker.presence import Presence
@@ -62,9 +62,13 @@ class Takeover:
             self._late.clear()
             return
         lease_s, beat_s = self._settings.lease_s, self._settings.beat_s
-        pool_tag = tag(self._presence.pool, 0)
         # The second sighting, a beat later, is a lease after the owner's last beat.
-        found = await self._transitions.pending(pool_tag, idle_s=max(lease_s - beat_s, beat_s))
+        idle_s = max(lease_s - beat_s, beat_s)
+        found = [
+            claimed
+            for one in tags(self._presence.pool, self._settings.shards)
+            for claimed in await self._transitions.pending(one, idle_s=idle_s)
+        ]
         now = asyncio.get_running_loop().time()
         self._late = {claimed: self._late.get(claimed, now) for claimed in found}
         for claimed, since in list(self._late.items()):

@@ -10,15 +10,17 @@ import asyncio
 import contextlib
 import time
 from enum import IntEnum
+from typing import Any
 
 from prometheus_client import start_http_server
 
-from shared.connection import connect, connect_blocking
+from shared.connection import Connections
 from shared.errors import QueueUnavailable
-from shared.keys import Keys, tag
+from shared.keys import Keys
 from shared.logs import Log
-from shared.pubsub import Subscriber
+from shared.outcomes import Claimed
 from shared.registry import Registry
+from shared.subscribers import Subscribers
 from shared.transitions import Transitions
 from worker.abandoned import Abandoned
 from worker.cancellation import Nudges
@@ -56,34 +58,49 @@ class Worker:
         self._metrics = metrics
         name = f"headrace-worker-{settings.worker_id}"
         self._keys = Keys(settings.key_prefix)
-        self._redis = connect(settings, name=name)
-        self._beats = connect(settings, name=f"{name}-beat", connections=2)
-        self._blocking = connect_blocking(settings, name=f"{name}-claim", block_s=BLOCK_S)
+        self._clients = Connections(settings, name=name)
+        self._beats = Connections(settings, name=f"{name}-beat", connections=2)
+        self._blocking = Connections(settings, name=f"{name}-claim", block_s=BLOCK_S)
         ttl_s = settings.result_ttl_s
-        self._transitions = Transitions(self._redis, self._keys, result_ttl_s=ttl_s)
+        self._transitions = Transitions(self._clients, self._keys, result_ttl_s=ttl_s)
         self._registry = Registry(self._beats, self._keys)
         self._running = Running()
         self._publisher = Publisher(self._transitions)
         beats = Transitions(self._beats, self._keys, result_ttl_s=ttl_s)
         self._presence = Presence(settings, engine, self._registry, beats, self._running)
         self._presence.on_beat = self._measure
-        self._subscriber = Subscriber(settings, name=f"{name}-control", ack_timeout_s=2)
+        self._subscriber = Subscribers(settings, name=f"{name}-control", ack_timeout_s=2)
         self._jobs = Jobs(engine, self._transitions, self._publisher, self._running, metrics)
-        self._claims = Claims(
-            settings,
-            engine,
-            self._transitions,
-            self._blocking,
-            self._redis,
-            self._running,
-            self._jobs.begin,
-        )
-        self._jobs.freed = self._claims.unblock
+        self._claims = [self._claims_of(shard) for shard in range(settings.shards)]
+        self._jobs.freed = self._unblock
         self._abandoned = Abandoned(settings, self._registry, beats, self._presence, self._running)
-        self._claims.drops = self._abandoned.drops
+        for claims in self._claims:
+            claims.drops = self._abandoned.drops
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._counted = (0, 0)
+
+    def _claims_of(self, shard: int) -> Claims:
+        return Claims(
+            self._settings,
+            self._engine,
+            self._transitions,
+            self._blocking,
+            self._clients,
+            self._running,
+            self._jobs.begin,
+            shard,
+        )
+
+    async def _unblock(self) -> None:
+        for claims in self._claims:
+            await claims.unblock()
+
+    async def _take_over(self, claimed: Claimed) -> bool:
+        for claims in self._claims:
+            if claims.tag() == claimed.tag:
+                return await claims.take_over(claimed)
+        return False
 
     def stop(self) -> None:
         """Begin the drain; the second call ends its wait."""
@@ -105,8 +122,8 @@ class Worker:
             with contextlib.suppress(QueueUnavailable):
                 await self._registry.leave(settings.worker_id)
             await self._engine.stop()
-            for redis in (self._redis, self._beats, self._blocking):
-                await redis.aclose()
+            for connections in (self._clients, self._beats, self._blocking):
+                await connections.aclose()
             log.info("worker.left", worker=settings.worker_id)
 
     async def _reach_queue(self) -> bool:
@@ -169,14 +186,13 @@ class Worker:
         """Claim and run until told to stop or until the engine fails, then drain."""
         pool, worker_id = self._presence.pool, self._settings.worker_id
         nudges = Nudges(self._running, self._presence.beat_now, self._stop.set)
-        self._subscriber.keep(self._keys.control(tag(pool, 0), worker_id), nudges)
-        self._claims.pool = pool
+        for claims in self._claims:
+            claims.pool = pool
+            self._subscriber.keep(self._keys.control(claims.tag(), worker_id), nudges)
         async with asyncio.TaskGroup() as runs:
             self._jobs.group = runs
-            claiming = runs.create_task(self._claims.run())
-            takeover = Takeover(
-                self._settings, self._transitions, self._presence, self._claims.take_over
-            )
+            claiming = asyncio.gather(*(runs.create_task(one.run()) for one in self._claims))
+            takeover = Takeover(self._settings, self._transitions, self._presence, self._take_over)
             taking = runs.create_task(takeover.run())
             failed = runs.create_task(self._failed())
             self._set_state("ready")
@@ -208,9 +224,10 @@ class Worker:
         self._jobs.broken.set()
         return reason
 
-    async def _stop_claiming(self, claiming: asyncio.Task[None]) -> None:
-        self._claims.stop()
-        await self._claims.unblock()
+    async def _stop_claiming(self, claiming: asyncio.Future[Any]) -> None:
+        for claims in self._claims:
+            claims.stop()
+        await self._unblock()
         await first(asyncio.shield(claiming), timeout_s=2 * BLOCK_S)
         claiming.cancel()
 
