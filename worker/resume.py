@@ -7,16 +7,21 @@ without repeating or losing something.
 
 from __future__ import annotations
 
-import re
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
 
 from shared import protocol
 from shared.errors import Diverged
 from shared.protocol import Delta
 from shared.transitions import Adopted, Transitions
 
-_CREATED = re.compile(rb'"created":\d+')
-_OWN_IDS = re.compile(rb'"(?:created":\d+|id":"(?:chatcmpl-tool-|call_)[0-9a-zA-Z]+")')
-"""What an application makes up anew each time: the time, ids of tool calls."""
+_MADE_UP = frozenset({"created", "system_fingerprint"})
+"""Fields whose values are each attempt's own, and the same in all of its events."""
+_MEASURED = frozenset({"prompt_tokens_details", "metrics"})
+"""Fields that say how an attempt went, not what it answered."""
 
 
 class Past:
@@ -53,28 +58,55 @@ class Past:
 
 
 class Splice:
-    """Lets through only what is new, with the time of the first attempt."""
+    """Lets through only what is new, with the first attempt's time and ids in it."""
 
     def __init__(self, past: Past) -> None:
         self._events = past.events
         self._at = 0
-        self._created: tuple[bytes, bytes] | None = None
+        self._own: dict[bytes, bytes] = {}
+        """What this attempt has made up, as it stands in its events; and the first attempt's."""
 
     def pass_on(self, event: bytes) -> bytes | None:
         """Return an event if it is new, else None. Raises `Diverged`."""
-        if self._at < len(self._events):
-            known = self._events[self._at]
-            if self._at == 0:
-                self._learn(known, event)
-            self._at += 1
-            if _OWN_IDS.sub(b"", event) != _OWN_IDS.sub(b"", known):
-                raise Diverged
-            return None
-        if self._created is not None:
-            return event.replace(*self._created, 1)
-        return event
+        for own, theirs in self._own.items():
+            event = event.replace(own, theirs)
+        if self._at == len(self._events):
+            return event
+        known = self._events[self._at]
+        self._at += 1
+        if event != known:
+            try:
+                self._own.update(_differences(_decode(event), _decode(known)))
+            except msgspec.DecodeError:
+                raise Diverged from None
+        return None
 
-    def _learn(self, known: bytes, event: bytes) -> None:
-        then, now = _CREATED.search(known), _CREATED.search(event)
-        if then and now and then.group() != now.group():
-            self._created = (now.group(), then.group())
+
+def _decode(event: bytes) -> Any:
+    return msgspec.json.decode(event.removeprefix(b"data:"))
+
+
+def _differences(new: Any, known: Any, place: str = "") -> Iterator[tuple[bytes, bytes]]:
+    """Yield how two events differ in what an attempt makes up. Raises `Diverged` on any other."""
+    if isinstance(new, dict) and isinstance(known, dict):
+        for name in new.keys() | known.keys():
+            if name in _MEASURED:
+                continue
+            if (name in new) != (name in known):
+                raise Diverged
+            if new[name] == known[name]:
+                continue
+            if name in _MADE_UP or (name == "id" and place == "tool_calls"):
+                yield _written(name, new[name]), _written(name, known[name])
+            else:
+                yield from _differences(new[name], known[name], name)
+    elif isinstance(new, list) and isinstance(known, list) and len(new) == len(known):
+        for one, other in zip(new, known, strict=True):
+            yield from _differences(one, other, place)
+    elif new != known:
+        raise Diverged
+
+
+def _written(name: str, value: object) -> bytes:
+    """Return a field as applications write it. In no text can it be: quotes are escaped there."""
+    return json.dumps({name: value}, separators=(",", ":"))[1:-1].encode()
