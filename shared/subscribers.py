@@ -30,7 +30,7 @@ class Subscribers:
         self._made: dict[str, Subscriber] = {}
         self._begun: asyncio.Queue[Subscriber] = asyncio.Queue()
         if not self._sharded:
-            self._of("")
+            self.of("")
 
     @property
     def connected(self) -> bool:
@@ -48,7 +48,8 @@ class Subscribers:
             while True:
                 group.create_task((await self._begun.get()).run())
 
-    def _of(self, channel: str) -> Subscriber:
+    def of(self, channel: str) -> Subscriber:
+        """Return the connection of a channel, begun if need be."""
         match = _TAG.search(channel) if self._sharded else None
         tag = match[1] if match else ""
         found = self._made.get(tag)
@@ -61,7 +62,7 @@ class Subscribers:
 
     async def subscribe(self, channel: str, sink: Sink) -> None:
         """Attach a sink and wait until its subscription stands. Raises `QueueUnavailable`."""
-        subscriber = self._of(channel)
+        subscriber = self.of(channel)
         try:
             async with asyncio.timeout(self._ack_timeout_s):
                 while not subscriber.connected:  # noqa: ASYNC110 (a short cut is nobody's fault)
@@ -72,8 +73,8 @@ class Subscribers:
 
     def keep(self, channel: str, sink: Sink) -> None:
         """Attach a sink for the life of the process, whether or not the link stands now."""
-        self._of(channel).keep(channel, sink)
+        self.of(channel).keep(channel, sink)
 
     def unsubscribe(self, channel: str, sink: Sink) -> None:
         """Detach a sink, if it is still the channel's."""
-        self._of(channel).unsubscribe(channel, sink)
+        self.of(channel).unsubscribe(channel, sink)

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from redis.asyncio import Redis
 
 from shared.connection import Clients
 from shared.errors import LanesLost, QueueUnavailable, Unavailable
@@ -125,7 +124,7 @@ class Claims:
             if claimed.job_id not in self._running.jobs:
                 await self._adopt(claimed)
         async with translated():
-            self._client_id = await self._blocking.run(self.tag(), Redis.client_id)
+            self._client_id = await self._blocking.run(self.tag(), lambda redis: redis.client_id())
         self._unsure = False
 
     async def _turn(self) -> None:

@@ -56,7 +56,7 @@ async def test_client_leaves_while_queued(pair: Pair, body: object, reset: bool)
     assert await worker.wait_outcome(job_id, 1) == "cancelled"
     assert await worker.depth() == 0
     await until(lambda: gateway.gateway.submitter.open_streams == 0, "the stream is closed")
-    assert gateway.gateway.subscriber.sinks == {}
+    assert gateway.gateway.subscriber.of("").sinks == {}
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
@@ -184,7 +184,7 @@ async def test_client_that_leaves_at_any_moment_leaves_nothing_behind(pair: Pair
         return await worker.depth() == 0 and gateway.gateway.submitter.open_streams == 0
 
     await until(nothing_left, "nothing is left")
-    assert gateway.gateway.subscriber.sinks == {}
+    assert gateway.gateway.subscriber.of("").sinks == {}
     answering = asyncio.ensure_future(sse.fetch(gateway.chat, STREAM))
     await (await worker.take()).stream(b"1")
     assert (await answering)[0].ending == "complete"

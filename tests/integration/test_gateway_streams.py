@@ -151,7 +151,7 @@ async def test_zero_milliseconds_to_the_first_token_loses_none(pair: Pair) -> No
         tasks = [group.create_task(ask()) for _ in range(count)]
     assert {task.result() for task in tasks} == {b"data: 7\n\ndata: [DONE]\n\n"}
     assert gateway.gateway.submitter.open_streams == 0
-    assert gateway.gateway.subscriber.sinks == {}
+    assert gateway.gateway.subscriber.of("").sinks == {}
 
 
 async def test_link_cut_again_and_again_loses_nothing(valkey: ValkeyServer) -> None:
@@ -201,10 +201,10 @@ async def test_lost_message_is_found_after_a_silence(pair: Pair) -> None:
     await job.head()
     await job.items((event(0),))
     await asyncio.sleep(0.05)
-    (sink,) = gateway.gateway.subscriber.sinks
-    stream = gateway.gateway.subscriber.sinks.pop(sink)
+    (sink,) = gateway.gateway.subscriber.of("").sinks
+    stream = gateway.gateway.subscriber.of("").sinks.pop(sink)
     await job.end(items=[(event(1),), DONE])
-    gateway.gateway.subscriber.sinks[sink] = stream
+    gateway.gateway.subscriber.of("").sinks[sink] = stream
     _, events = await answering
     assert data_of(events) == ["0", "1", "[DONE]"]
 
@@ -239,7 +239,7 @@ async def test_another_owner_continues_only_where_the_client_stands(pair: Pair) 
         assert second.adopted.base == 2
         if diverges:
             # A worker of another mind: its base isn't where the log ended.
-            sink = next(iter(gateway.gateway.subscriber.sinks.values()))
+            sink = next(iter(gateway.gateway.subscriber.of("").sinks.values()))
             body = b"\x91\x91\x91\xc4\x01x"
             sink.on_message(b"3 other 1 " + body)
             _, events = await answering
@@ -275,7 +275,7 @@ async def test_slow_reader_costs_no_memory_and_misses_nothing(valkey: ValkeyServ
         for number in range(600):
             await job.items((b"data: %d %s\n\n" % (number, padding),))
         await job.end(items=[DONE])
-        (stream,) = gateway.gateway.subscriber.sinks.values()
+        (stream,) = gateway.gateway.subscriber.of("").sinks.values()
         assert isinstance(stream, JobStream)
         held = sum(len(one.body) for one in stream._queue)
         assert held <= 16 << 10

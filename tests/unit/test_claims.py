@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from shared.connection import Clients, Fixed
 from shared.errors import LanesLost, QueueFull, QueueUnavailable
 from shared.protocol import Job
 from shared.transitions import Adopted, Claimed, Transitions
@@ -84,7 +85,7 @@ class Queue(Transitions):
 
     async def wait_claim(
         self,
-        redis: Redis,
+        blocking: Redis | Clients,
         job_tag: str,
         lanes: Sequence[str],
         worker: str,
@@ -168,8 +169,9 @@ class Bench:
         self.started: list[Run] = []
         self.load_when_running = Load(0, 0, 0.0)
         self._news = asyncio.Event()
+        clients = Fixed(self.redis)
         self.claims = Claims(
-            values, self.engine, self.queue, self.redis, self.redis, self.running, self._start
+            values, self.engine, self.queue, clients, clients, self.running, self._start
         )
 
     def _start(self, adopted: Adopted) -> None:
