@@ -399,8 +399,10 @@ async def test_a_killed_engine_is_a_fault_and_ends_the_worker(engine: VllmEngine
     assert waiting.status == 500
     alive = set(processes) & set(real.descendants(os.getpid()))
     assert not alive
-    call = await done(chat(engine, PARIS))
-    assert call.status == 500
+    late = await done(chat(engine, PARIS))
+    assert late.status == 500
+    assert late.call is not None
+    assert late.call.fault is not None
     await engine.stop()
     await engine.stop()
 
@@ -422,8 +424,7 @@ from tests.support import vllm as real
 async def main():
     engine = real.make_engine(*real.ARGS, "--runner", "pooling", "--convert", "embed")
     await engine.start()
-    async with real.job(engine, "/v1/embeddings", input=["Hello there", "Hi"]) as call:
-        await call.wait(PATIENCE)
+    call = await real.done(real.job(engine, "/v1/embeddings", input=["Hello there", "Hi"]))
     print(len(call.json()["data"][0]["embedding"]), call.call.usage.prompt_tokens, flush=True)
     await asyncio.sleep(600)
 
@@ -449,11 +450,14 @@ async def test_embeddings_are_served_and_a_killed_worker_leaves_no_engine(
         async for line in worker.stdout:
             if line[:1].isdigit():
                 break
+        else:
+            pytest.fail("the worker ended before it answered")
         assert line == b"576 3\n"
         children = real.descendants(worker.pid)
         assert len(children) >= 3
     finally:
-        worker.kill()
+        if worker.returncode is None:
+            worker.kill()
         await worker.wait()
 
     def left() -> list[int]:

@@ -89,6 +89,7 @@ class FakeLLM:
         self.aborted: list[str] = []
         self.closed = 0
         self.is_tracing_enabled = "AsyncLLM's own"
+        self.dead_error = DeadError("gone")
         self._script = script
         self._states = states or (lambda request_id: [State(request_id)])
 
@@ -97,8 +98,8 @@ class FakeLLM:
     ) -> AsyncGenerator[Any, None]:
         self.started.append((params, kw))
         try:
-            if prompt == "invalid":
-                raise DeadError("the input could not be processed")
+            if isinstance(prompt, Exception):
+                raise prompt
             for state in self._states(request_id):
                 self.output_processor.add_request(state)
             for step in self._script:
@@ -298,8 +299,9 @@ async def test_a_stream_that_is_left_is_closed_at_once_and_no_fault(call: Call) 
 
 
 async def test_a_request_that_the_engine_never_got_costs_nothing(call: Call) -> None:
-    with pytest.raises(DeadError):
-        await drain(proxy_of(FakeLLM([])).generate("invalid", Params(), "r"))
+    invalid = GenerateError("the input could not be processed")
+    with pytest.raises(GenerateError):
+        await drain(proxy_of(FakeLLM([])).generate(invalid, Params(), "r"))
     assert call.usage == Usage()
     assert call.fault is None
 
@@ -331,7 +333,26 @@ async def test_a_dead_engine_is_a_fault(call: Call) -> None:
     script = [output((0, [1], None)), DeadError("gone")]
     with pytest.raises(DeadError):
         await drain(proxy_of(FakeLLM(script)).generate("p", Params(), "r"))
-    assert call.fault == "the engine failed: gone"
+    assert call.fault == "the engine is dead: gone"
+
+
+async def test_an_engine_that_was_dead_before_the_request_is_a_fault(call: Call) -> None:
+    proxy = proxy_of(FakeLLM([]))
+    with pytest.raises(DeadError):
+        await drain(proxy.generate(DeadError("gone"), Params(), "r"))
+    assert call.fault == "the engine is dead: gone"
+
+
+async def test_an_application_that_finds_the_engine_dead_is_a_fault(call: Call) -> None:
+    assert isinstance(proxy_of(FakeLLM([])).dead_error, DeadError)
+    assert call.fault == "the engine is dead"
+
+
+async def test_an_engine_that_fails_at_one_request_is_a_fault(call: Call) -> None:
+    script = [output((0, [1], None)), GenerateError("out of range")]
+    with pytest.raises(GenerateError):
+        await drain(proxy_of(FakeLLM(script)).generate("p", Params(), "r"))
+    assert call.fault == "the engine failed: out of range"
 
 
 async def test_a_clients_error_is_not_a_fault(call: Call) -> None:

@@ -19,12 +19,16 @@ import traceback
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from shared.logs import Log
 from worker.engine import vllm_build
 from worker.engine.asgi import ask
 from worker.engine.interface import App, EngineStartError, Load, Model, Receive, Send
 from worker.engine.owner import OwnerThread
 from worker.engine.vllm_load import Gauge
 from worker.engine.vllm_proxy import EngineProxy
+from worker.engine.vllm_resume_requests import continuable
+
+log = Log("vllm")
 
 WATCH_S = 0.1
 """How often to look for the engine's death, should vLLM's own task not have ended of it."""
@@ -60,6 +64,7 @@ class VllmEngine:
         self._proxy: EngineProxy | None = None
         self._statistics: asyncio.Task[None] | None = None
         self._stopping = threading.Event()
+        self._continues = False
 
     async def start(self) -> None:
         """Load the model and answer one warm-up request. Raises `EngineStartError`."""
@@ -76,8 +81,8 @@ class VllmEngine:
             raise EngineStartError(f"vLLM didn't start: {error or type(error).__name__}") from error
 
     def resumable(self, path: str, body: bytes) -> bool:
-        """Tell whether a lost stream can be continued here: none can, yet."""
-        return False
+        """Tell whether `Call.resume` can carry this request's answer over to this engine."""
+        return self._continues and continuable(path, body)
 
     def load(self) -> Load:
         """Return the load as of the engine's last step."""
@@ -143,10 +148,15 @@ class VllmEngine:
         # Profiling has left dummy images and the like in memory.
         await llm.reset_mm_cache()
         self.seats = vllm_build.count_seats(llm)
+        why_not = vllm_build.why_not_continue(llm)
+        self._continues = not why_not
+        if why_not:
+            log.warning("failover.limited", reason=why_not)
         self._proxy = vllm_build.create_proxy(
             llm,
             default_max_tokens=self._default_max_tokens,
             max_tokens_ceiling=self._max_tokens_ceiling,
+            continues=self._continues,
         )
         tasks = await llm.get_supported_tasks()
         app = await vllm_build.create_app(self._proxy, parsed, tasks)

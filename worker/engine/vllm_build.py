@@ -16,10 +16,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from worker.engine import vllm_patches
 from worker.engine.interface import App, EngineStartError
 from worker.engine.plugin import MARK
 from worker.engine.vllm_load import Gauge
 from worker.engine.vllm_proxy import EngineProxy
+from worker.engine.vllm_resume import MakeStep
 
 OLDEST, TOO_NEW = (0, 24), (0, 34)
 
@@ -188,7 +190,9 @@ def stat_logger(gauge: Gauge) -> Any:
     return GaugeLogger
 
 
-def create_proxy(llm: Any, *, default_max_tokens: int, max_tokens_ceiling: int) -> EngineProxy:
+def create_proxy(
+    llm: Any, *, default_max_tokens: int, max_tokens_ceiling: int, continues: bool
+) -> EngineProxy:
     """Put the proxy before the engine."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -200,7 +204,34 @@ def create_proxy(llm: Any, *, default_max_tokens: int, max_tokens_ceiling: int) 
         dead_error=EngineDeadError,
         generate_error=EngineGenerateError,
         delta_kind=RequestOutputKind.DELTA,
+        make_step=step_maker() if continues else None,
     )
+
+
+def step_maker() -> MakeStep:
+    """Return what makes a step of the engine out of a recorded one."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    def make(request_id: str, tokens: list[int], finish: str | None, stop: int | str | None) -> Any:
+        reason = None if finish is None else FinishReason[finish.upper()]
+        return EngineCoreOutput(request_id, tokens, finish_reason=reason, stop_reason=stop)
+
+    return make
+
+
+def why_not_continue(llm: Any) -> str:
+    """Say why this engine can't go on with answers that others began; empty if it can."""
+    version, config = check_version(), llm.vllm_config
+    if not vllm_patches.applies_to(version):
+        return f"vLLM {version} isn't a release on which it was tested"
+    if config.parallel_config.distributed_executor_backend not in ("uni", "mp"):
+        return "only engines in processes of this machine can be prepared for it"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "it wasn't tested with pipeline parallelism"
+    for feature in ("speculative_config", "kv_transfer_config", "ec_transfer_config"):
+        if getattr(config, feature, None) is not None:
+            return f"it wasn't tested with {feature}"
+    return ""
 
 
 async def create_app(proxy: EngineProxy, parsed: Namespace, tasks: Sequence[str]) -> App:

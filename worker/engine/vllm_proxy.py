@@ -7,11 +7,13 @@ it touches of vLLM's objects is in this file and in `vllm_build`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from typing import Any
 
 from worker.engine.interface import CURRENT, Call
+from worker.engine.vllm_resume import BREATH, MakeStep, Replay, Replays
 
 RECORD: ContextVar[Record] = ContextVar("headrace_record")
 """The request being registered with the engine: set as its generator starts, and read then."""
@@ -28,7 +30,18 @@ WORKERS_ALONE = ("priority", "data_parallel_rank", "kv_hints")
 class Record:
     """The account of one `generate` or `encode`: a prompt with its choices."""
 
-    __slots__ = ("_cached", "_delta", "_error", "_prompt", "call", "invited", "states", "tokens")
+    __slots__ = (
+        "_cached",
+        "_delta",
+        "_error",
+        "_journals",
+        "_prompt",
+        "call",
+        "invited",
+        "replay",
+        "states",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -45,10 +58,18 @@ class Record:
         self.states: list[Any] = []
         """vLLM's own state of each engine request, which knows tokens that were never read."""
         self.invited = False
+        self.replay: Replay | None = None
+        """Where the first outputs come from, if the answer is one that is continued."""
         self._error = error
         self._delta = delta
+        self._journals = delta and choices == 1 and not prompt_counted
         self._prompt: int | None = None if prompt_counted else 0
         self._cached: int | None = 0 if prompt_counted else None
+
+    @property
+    def sole(self) -> bool:
+        """Whether this is one answer to one prompt, step by step: one that can be continued."""
+        return self._journals and len(self.call.tokens) == 1
 
     def register(self, state: Any) -> None:
         """Take note that the engine was given the request: its prompt counts from now on."""
@@ -67,6 +88,12 @@ class Record:
             usage.completion_tokens += len(new)
             if choice.finish_reason in UNINVITED and not self.invited:
                 raise self.fault(f"the engine ended the request: {choice.finish_reason}")
+            if self.replay is not None and self.replay.outputs:
+                self.replay.outputs -= 1
+            elif self.sole:
+                stop = getattr(choice, "stop_reason", None)
+                delta = (list(new), choice.finish_reason, stop)
+                self.call.deltas.append(delta)
 
     def take_pooled(self, output: Any) -> None:
         """Account for an embedding or a score; an aborted one is known by having no numbers."""
@@ -124,47 +151,57 @@ class EngineProxy:
         dead_error: type[Exception],
         generate_error: type[Exception],
         delta_kind: object,
+        make_step: MakeStep | None = None,
     ) -> None:
-        """`generate_error` is also what a fault is raised as: the application knows it."""
+        """`generate_error` is also what a fault is raised as: the application knows it.
+
+        Without `make_step` no answer can be continued.
+        """
         self._llm = llm
         self._default = min(default_max_tokens, max_tokens_ceiling)
         self._ceiling = max_tokens_ceiling
+        self._dead_error = dead_error
         self._generate_error = generate_error
-        self._engine_errors = (dead_error, generate_error)
         self._delta_kind = delta_kind
         self._running: dict[str, list[Record]] = {}
-        watch_registrations(llm.output_processor)
+        replays = Replays(llm, make_step) if make_step is not None else None
+        watch_registrations(llm.output_processor, replays)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **kw: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Generate under the limits of the job that this runs for, if it runs for one."""
+    @property
+    def dead_error(self) -> Any:
+        """What the application raises when it finds the engine dead before it asks it."""
         call = CURRENT.get(None)
         if call is not None:
-            self._limit(call, sampling_params)
-            sampling_params.extra_args = None
-        outputs = self._start(call, self._llm.generate, prompt, sampling_params, request_id, kw)
+            call.fault = call.fault or "the engine is dead"
+        return self._llm.dead_error
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kw: Any) -> Any:
+        """Generate under the limits of the job that this runs for, if it runs for one."""
+        call = CURRENT.get(None)
         if call is None:
-            return outputs
-        delta = sampling_params.output_kind == self._delta_kind
-        beam = BEAM.get() is call
+            return self._llm.generate(prompt, sampling_params, request_id, **kw)
+        self._limit(call, sampling_params)
+        sampling_params.extra_args = None
         record = Record(
-            call, sampling_params.n, self._generate_error, delta=delta, prompt_counted=beam
+            call,
+            sampling_params.n,
+            self._generate_error,
+            delta=sampling_params.output_kind == self._delta_kind,
+            prompt_counted=BEAM.get() is call,
         )
+        outputs = self._llm.generate(prompt, sampling_params, request_id, **clients_own(kw))
         return self._follow(record, outputs, record.take)
 
-    def encode(
-        self, prompt: Any, pooling_params: Any, request_id: str, **kw: Any
-    ) -> AsyncGenerator[Any, None]:
+    def encode(self, prompt: Any, pooling_params: Any, request_id: str, **kw: Any) -> Any:
         """Embed, score or classify; counted and watched as `generate` is."""
         call = CURRENT.get(None)
-        outputs = self._start(call, self._llm.encode, prompt, pooling_params, request_id, kw)
         if call is None:
-            return outputs
+            return self._llm.encode(prompt, pooling_params, request_id, **kw)
         record = Record(call, 0, self._generate_error)
+        outputs = self._llm.encode(prompt, pooling_params, request_id, **clients_own(kw))
         return self._follow(record, outputs, record.take_pooled)
 
     def limited_beams(self, beam_search: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,24 +244,10 @@ class EngineProxy:
         if getattr(params, "min_tokens", 0) > params.max_tokens:
             params.min_tokens = params.max_tokens
 
-    def _start(
-        self,
-        call: Call | None,
-        method: Callable[..., AsyncGenerator[Any, None]],
-        prompt: Any,
-        params: Any,
-        request_id: str,
-        kw: dict[str, Any],
-    ) -> AsyncGenerator[Any, None]:
-        if call is not None:
-            for name in WORKERS_ALONE:
-                kw.pop(name, None)
-        return method(prompt, params, request_id, **kw)
-
     async def _follow(
         self, record: Record, outputs: AsyncGenerator[Any, None], take: Callable[[Any], None]
     ) -> AsyncGenerator[Any, None]:
-        """Pass outputs on, counted. Failover will feed recorded tokens in before the first."""
+        """Pass outputs on, counted."""
         RECORD.set(record)
         siblings = self._running.setdefault(record.call.job_id, [])
         siblings.append(record)
@@ -232,10 +255,15 @@ class EngineProxy:
             async for output in outputs:
                 take(output)
                 yield output
-        except self._engine_errors as error:
-            # An error before the engine was given the request is the request's own.
+                if record.replay is not None and record.replay.outputs % BREATH == 1:
+                    await asyncio.sleep(0)
+        except self._dead_error as error:
+            record.fault(f"the engine is dead: {error}")
+            raise
+        except self._generate_error as error:
+            # One that comes before the engine was given the request is the request's own.
             if record.states:
-                record.fault(f"the engine failed: {error or type(error).__name__}")
+                record.fault(f"the engine failed: {error.__cause__ or error}")
             raise
         finally:
             # Closing aborts the request if this generator was left in the middle; vLLM's own
@@ -247,11 +275,16 @@ class EngineProxy:
                 self._running.pop(record.call.job_id, None)
 
 
-def watch_registrations(processor: Any) -> None:
+def clients_own(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the arguments that aren't the client's to set."""
+    return {name: arguments[name] for name in arguments if name not in WORKERS_ALONE}
+
+
+def watch_registrations(processor: Any, replays: Replays | None) -> None:
     """Let a request's record see the state that the output processor keeps of it.
 
     The state holds what no output says: tokens made before a disconnect, the ids to abort by. It
-    is also where failover will feed recorded tokens in, before the engine is given the request.
+    is also through which an answer is continued, before the engine is given the request.
     """
     add_request = processor.add_request
 
@@ -260,6 +293,9 @@ def watch_registrations(processor: Any) -> None:
         record = RECORD.get(None)
         if record is not None and CURRENT.get(None) is record.call:
             record.register(processor.request_states[request.request_id])
+            steps = record.call.resume
+            if steps and replays is not None and record.sole:
+                record.replay = replays.expect(request, steps)
         return result
 
     processor.add_request = add
