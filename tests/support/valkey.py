@@ -145,8 +145,10 @@ class ValkeyServer:
     def _answers(self) -> bool:
         try:
             with socket.create_connection((self.host, self.port), timeout=1) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(64).startswith(b"+PONG")
+                # Its own process id: another run's server may have taken the port meanwhile.
+                connection.sendall(b"PING\r\nINFO server\r\n")
+                told = connection.recv(65536)
+                return told.startswith(b"+PONG") and b"\nprocess_id:%d\r" % self.pid in told
         except OSError:
             return False
 
