@@ -100,7 +100,7 @@ class Chaos:
         self.note(f"{victim.name} killed")
         self._scene.kill(victim)
         await asyncio.sleep(self._random.uniform(0, 3))
-        self._scene.pool.add_worker()
+        self._scene.pool.add_worker(self._scene.worker_link.url)
 
     async def worker_frozen(self) -> None:
         victim, for_s = self._one([*self._scene.workers]), self._random.uniform(0.5, 6)
@@ -112,16 +112,16 @@ class Chaos:
     async def worker_asked_to_leave(self) -> None:
         victim = self._one([*self._scene.workers])
         self.note(f"{victim.name} asked to leave")
-        self._scene.pool.add_worker()
+        self._scene.pool.add_worker(self._scene.worker_link.url)
         victim.terminate()
         await self._scene.wait_gone(victim, 0, timeout=60)
 
     async def worker_link_cut(self) -> None:
-        self.note("worker-0's link cut")
+        self.note("workers' links cut")
         self._scene.worker_link.cut()
 
     async def worker_link_stranded(self) -> None:
-        self.note("worker-0's link half open")
+        self.note("workers' links half open")
         self._scene.worker_link.strand()
 
     async def gateway_killed(self) -> None:
