@@ -123,6 +123,12 @@ class LanesLost(QueueUnavailable):
     code = "lanes_lost"
 
 
+class TransitionFailed(HeadraceError):
+    """A step in the queue failed."""
+
+    code = "transition_failed"
+
+
 class Draining(Unavailable):
     """This server is shutting down. Try again."""
 

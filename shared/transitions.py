@@ -19,6 +19,7 @@ from shared.errors import (
     QueueFull,
     QueueUnavailable,
     RequestTimeout,
+    TransitionFailed,
 )
 from shared.keys import GROUP, LANES, Keys, hash_tag, tag_of
 from shared.outcomes import Adopted as Adopted
@@ -69,7 +70,13 @@ async def translated() -> AsyncIterator[None]:
     except OutOfMemoryError as error:
         raise QueueFull("The queue's memory is full. Try again later.") from error
     except ResponseError as error:
-        raise (LanesLost if "NOGROUP" in str(error) else QueueUnavailable) from error
+        text = str(error)
+        if "NOGROUP" in text:
+            raise LanesLost from error
+        # A server's own refusals begin with a code in capitals: READONLY, LOADING, MISCONF...
+        if "@user_script" in text and not text.split(maxsplit=1)[0].isupper():
+            raise TransitionFailed(f"A step in the queue failed: {text}") from error
+        raise QueueUnavailable from error
     except (RedisError, OSError, TimeoutError) as error:
         raise QueueUnavailable from error
     except RuntimeError as error:
@@ -95,7 +102,6 @@ class Transitions:
         self._keys = keys
         self._result_ttl_ms = int(result_ttl_s * 1000)
         self._max_strikes = max_strikes
-        self._log_ttl_ms = MAX_TIMEOUT_S * 1000 + self._result_ttl_ms
         self._scripts = {
             name: Script(name, shebang=shebang, sharded=self._clients.sharded) for name in NAMES
         }
@@ -322,7 +328,7 @@ class Transitions:
         for append in appends:
             names += [self._keys.job(append.job_id), self._keys.log(append.job_id)]
             args += [append.owner, append.base, self._keys.channel(append.job_id)]
-            args += [self._log_ttl_ms, append.first, len(append.bodies), *append.bodies]
+            args += [append.first, len(append.bodies), *append.bodies]
         return names, args
 
     def _finish_call(self, finish: Finish) -> tuple[list[str], list[Any]]:

@@ -25,7 +25,9 @@ from worker.settings import WorkerSettings
 log = Log("claims")
 
 AT_ONCE = 4
-"""Most jobs to claim in one go: what is claimed can't be taken by an idler worker."""
+AT_ONCE_SHARE = 0.25
+"""Most jobs to claim in one go, or as a share of the free seats, whichever is more: what is claimed
+can't be taken by an idler worker."""
 BLOCK_S = 1.0
 SUSPECT_POLL_S = 0.02
 """How often to look, while a suspect keeps the others waiting, whether it has got further."""
@@ -77,8 +79,12 @@ class Claims:
         load = self._engine.load()
         if self._running.jobs and (load.waiting or load.kv_usage > self._settings.kv_high):
             return {}
-        free = {lane: min(self._free(lane), AT_ONCE) for lane in LANES}
-        return {lane: count for lane, count in free.items() if count > 0}
+        limits = {}
+        for lane in LANES:
+            free = self._free(lane)
+            if free > 0:
+                limits[lane] = min(free, max(AT_ONCE, int(free * AT_ONCE_SHARE)))
+        return limits
 
     def _free(self, lane: str) -> int:
         """Return the seats that a lane's next jobs may take."""

@@ -86,6 +86,7 @@ class Jobs:
             self._running.free(run)
             if end is not None:
                 run.outbox.finish(end)
+            if end is not None or run.stopped == "lost":
                 await run.outbox.ended
         finally:
             self._running.remove(run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from shared.errors import LanesLost, Unavailable
 from shared.keys import tag_of
@@ -23,6 +23,9 @@ from worker.running import Running
 from worker.settings import WorkerSettings
 
 log = Log("presence")
+
+STARTING_LEASES = 20
+"""How many leases a worker that loads its model may be silent for."""
 
 
 class Presence:
@@ -67,8 +70,9 @@ class Presence:
             self._check_progress()
             try:
                 if not self.stalled.is_set():
-                    await self._beat_jobs()
-                    await self._announce()
+                    # They may live on different servers: one that is away must not hold up the
+                    # leases of the others.
+                    await _all(self._beat_jobs(), self._announce())
                 self._sound_since = self._sound_since or time.monotonic()
             except LanesLost:
                 self._sound_since = None
@@ -100,13 +104,15 @@ class Presence:
         by_tag: dict[str, list[Run]] = {}
         for run in runs:
             by_tag.setdefault(tag_of(run.adopted.job.id), []).append(run)
-        for job_tag, owned in by_tag.items():
-            words = await self._transitions.beat(
-                job_tag, self._settings.worker_id, [run.adopted for run in owned]
-            )
-            for run, word in zip(owned, words, strict=True):
-                if word != "ok":
-                    run.stop(word)
+        await _all(*(self._beat_tag(job_tag, owned) for job_tag, owned in by_tag.items()))
+
+    async def _beat_tag(self, job_tag: str, owned: Sequence[Run]) -> None:
+        words = await self._transitions.beat(
+            job_tag, self._settings.worker_id, [run.adopted for run in owned]
+        )
+        for run, word in zip(owned, words, strict=True):
+            if word != "ok":
+                run.stop(word)
 
     async def _announce(self) -> None:
         engine, load = self._engine, self._engine.load()
@@ -125,9 +131,9 @@ class Presence:
             engine=engine.version,
             started_ms=self._started_ms,
         )
-        # A worker that loads can't beat in between; the record of one that dies then stays longer.
+        # A worker that loads beats late; the record of one that dies then stays a little longer.
         starting = self.state == "starting"
-        lease_s = self._settings.start_timeout_s if starting else self._settings.lease_s
+        lease_s = self._settings.lease_s * (STARTING_LEASES if starting else 1)
         await self._registry.announce(worker, [] if starting else self._models(), lease_s)
 
     def _models(self) -> list[ModelRecord]:
@@ -142,3 +148,10 @@ class Presence:
             )
             for model in self._engine.models
         ]
+
+
+async def _all(*steps: Awaitable[None]) -> None:
+    """Do all, also when one fails; then raise the first failure."""
+    for failure in await asyncio.gather(*steps, return_exceptions=True):
+        if failure is not None:
+            raise failure

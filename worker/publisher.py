@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared import protocol
-from shared.errors import QueueFull, QueueUnavailable
+from shared.errors import JobLost, QueueFull, QueueUnavailable, TransitionFailed
 from shared.keys import tag_of
 from shared.logs import Log
 from shared.protocol import Delta, End, Frame, Head, Item
@@ -31,7 +31,7 @@ OUTBOX_BYTES = 4 * 1024 * 1024
 """An application that is further ahead of the server than this waits."""
 KEPT_FRAMES = 2048
 
-Stopped = Literal["cancelled", "expired", "fenced"]
+Stopped = Literal["cancelled", "expired", "fenced", "lost"]
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,7 @@ class Outbox:
         """Move frames up to `seq` to the kept ones, or back if the server has lost some."""
         missing = self._last - seq
         if missing > len(self._unwritten) + len(self._kept):
-            log.error("job.unrepairable", job=self.adopted.job.id)
-            self._fence()
+            self._lose(seq)
             return
         while len(self._unwritten) > missing:
             self._kept.append(self._unwritten.popleft())
@@ -202,6 +201,23 @@ class Outbox:
         if not self.ended.done():
             self.ended.set_result(None)
 
+    def _lose(self, seq: int) -> None:
+        """The server has lost more than is kept here: end the job where its log ends now."""
+        log.error("job.unrepairable", job=self.adopted.job.id, seq=seq, written=self._last)
+        self._items.clear()
+        self._unwritten.clear()
+        self._kept.clear()
+        self._last = seq
+        lost = JobLost()
+        self._end = End(outcome="lost", code=lost.code, message=lost.message)
+        self._room.set()
+        self.on_stop("lost")
+        self._publisher.mark(self)
+
+    def give_up(self) -> None:
+        """Leave the job to whoever finds its lease lapsed: it can't be written to."""
+        self._fence()
+
     def _fence(self) -> None:
         """Another owns the job now: not a byte more of ours."""
         self.fenced = True
@@ -213,7 +229,47 @@ class Outbox:
 
 
 class Publisher:
-    """The worker's single writer. `run()` is one of its long tasks."""
+    """The worker's single writer. `run()` is one of its long tasks.
+
+    Tags may live on different servers, so that one which is away must not hold up the others: each
+    has a writer of its own.
+    """
+
+    def __init__(self, transitions: Transitions) -> None:
+        self._transitions = transitions
+        self._writers: dict[str, Writer] = {}
+        self._begun: asyncio.Queue[Writer] = asyncio.Queue()
+
+    @property
+    def calls(self) -> int:
+        """Calls so far."""
+        return sum(writer.calls for writer in self._writers.values())
+
+    @property
+    def frames(self) -> int:
+        """Frames written so far."""
+        return sum(writer.frames for writer in self._writers.values())
+
+    def mark(self, outbox: Outbox) -> None:
+        """Have an outbox looked at in the next write."""
+        if outbox.fenced:
+            return
+        job_tag = tag_of(outbox.adopted.job.id)
+        writer = self._writers.get(job_tag)
+        if writer is None:
+            writer = self._writers[job_tag] = Writer(self._transitions)
+            self._begun.put_nowait(writer)
+        writer.mark(outbox)
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task((await self._begun.get()).run())
+
+
+class Writer:
+    """Writes to one tag's server, one call at a time."""
 
     def __init__(self, transitions: Transitions) -> None:
         self._transitions = transitions
@@ -224,9 +280,8 @@ class Publisher:
 
     def mark(self, outbox: Outbox) -> None:
         """Have an outbox looked at in the next write."""
-        if not outbox.fenced:
-            self._dirty[outbox] = None
-            self._wake.set()
+        self._dirty[outbox] = None
+        self._wake.set()
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -235,7 +290,7 @@ class Publisher:
             # One more turn: the other jobs of this engine step are about to put their parts.
             await asyncio.sleep(0)
             self._wake.clear()
-            batch: dict[str, list[Outbox]] = {}
+            batch: list[Outbox] = []
             size = 0
             for outbox in list(self._dirty):
                 if size > CALL_BYTES:
@@ -244,9 +299,8 @@ class Publisher:
                 del self._dirty[outbox]
                 if not outbox.fenced:
                     size += outbox.seal()
-                    batch.setdefault(tag_of(outbox.adopted.job.id), []).append(outbox)
-            for outboxes in batch.values():
-                await self._write(outboxes)
+                    batch.append(outbox)
+            await self._write(batch)
 
     async def _write(self, outboxes: list[Outbox]) -> None:
         """Write, again and again until the server has answered: repeating is harmless."""
@@ -261,6 +315,9 @@ class Publisher:
                     [append for _, append in pairs], [finish for _, finish in ends]
                 )
                 break
+            except TransitionFailed as error:
+                await self._isolate(outboxes, error)
+                return
             except (QueueUnavailable, QueueFull) as error:
                 log.warning("publish.failed", error=error.code, jobs=len(outboxes))
                 await asyncio.sleep(delay_s)
@@ -271,3 +328,12 @@ class Publisher:
             outbox.settle(verdict)
         for (outbox, _), verdict in zip(ends, ended, strict=True):
             outbox.settle_end(verdict)
+
+    async def _isolate(self, outboxes: list[Outbox], error: TransitionFailed) -> None:
+        """Find the job whose write can't succeed, so that it doesn't hold up the others."""
+        if len(outboxes) > 1:
+            for outbox in outboxes:
+                await self._write([outbox])
+            return
+        log.error("publish.refused", job=outboxes[0].adopted.job.id, error=error.message)
+        outboxes[0].give_up()

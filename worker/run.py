@@ -30,8 +30,8 @@ _ENDS: dict[str, type[HeadraceError]] = {
     "expired": RequestTimeout,
     "drained": WorkerLost,
 }
-_ELSEWHERE = frozenset({"fenced", "moved"})
-"""Reasons after which the job isn't this worker's to end."""
+_ELSEWHERE = frozenset({"fenced", "lost", "moved"})
+"""Reasons after which this isn't the place where the job is ended."""
 
 
 _DRAIN = frozenset({"drained", "moved"})
@@ -51,7 +51,7 @@ class Run:
         self.outbox = Outbox(adopted, publisher, self.stop)
         self.stopped: str | None = None
         """Why the job must not go on here: `cancelled`, `expired`, `drained` (no time is left),
-        `moved` (to another worker) or `fenced` (another has it)."""
+        `moved` (to another worker), `fenced` (another has it) or `lost` (by the queue)."""
         self._engine = engine
         self.stopping = asyncio.Event()
         self._body_given = False
@@ -69,7 +69,7 @@ class Run:
 
         A reason of a newer version is a cancel.
         """
-        if self.stopped is None or reason == "fenced":
+        if self.stopped is None or reason in {"fenced", "lost"}:
             known = reason in _ENDS or reason in _ELSEWHERE
             self.stopped = reason if known else "cancelled"
         if not (self._complete and self.stopped in _DRAIN):

@@ -64,11 +64,16 @@ class Takeover:
         lease_s, beat_s = self._settings.lease_s, self._settings.beat_s
         # The second sighting, a beat later, is a lease after the owner's last beat.
         idle_s = max(lease_s - beat_s, beat_s)
-        found = [
-            claimed
+        looks = [
+            self._transitions.pending(one, idle_s=idle_s)
             for one in tags(self._presence.pool, self._settings.shards)
-            for claimed in await self._transitions.pending(one, idle_s=idle_s)
         ]
+        found: list[Claimed] = []
+        for seen in await asyncio.gather(*looks, return_exceptions=True):
+            if isinstance(seen, list):
+                found += seen
+            elif not isinstance(seen, QueueUnavailable):
+                raise seen
         now = asyncio.get_running_loop().time()
         self._late = {claimed: self._late.get(claimed, now) for claimed in found}
         for claimed, since in list(self._late.items()):

@@ -241,11 +241,19 @@ async def test_the_engine_is_filled_and_not_more() -> None:
 
 
 async def test_few_are_claimed_at_once() -> None:
-    bench = Bench(seats=100)
+    bench = Bench(seats=16)
     bench.queue.put(*jobs(10))
     async with claiming(bench):
         await bench.begun(10)
     assert bench.queue.limits[0] == {"interactive": AT_ONCE, "batch": AT_ONCE}
+
+
+async def test_an_empty_engine_claims_a_share_of_its_seats() -> None:
+    bench = Bench(seats=100)
+    bench.queue.put(*jobs(30))
+    async with claiming(bench):
+        await bench.begun(30)
+    assert bench.queue.limits[0] == {"interactive": 25, "batch": 18}
 
 
 async def test_a_job_of_many_sequences_takes_as_many_seats() -> None:

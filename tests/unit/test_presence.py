@@ -15,7 +15,7 @@ from shared.transitions import Adopted, Transitions
 from tests.unit.engines import ScriptedEngine
 from tests.unit.test_running import make_run
 from worker.engine.interface import Load, Model
-from worker.presence import Presence
+from worker.presence import STARTING_LEASES, Presence
 from worker.running import Running
 from worker.settings import WorkerSettings
 
@@ -118,7 +118,7 @@ async def test_a_starting_worker_names_no_model_and_has_time() -> None:
     worker, models, lease_s = bench.registry.said[0]
     assert worker.state == "starting"
     assert models == []
-    assert lease_s == bench.settings.start_timeout_s
+    assert lease_s == STARTING_LEASES * bench.settings.lease_s
 
 
 async def test_a_change_is_said_at_once() -> None:

@@ -376,7 +376,7 @@ async def test_two_losses_in_a_row(server: Server, publisher: Publisher) -> None
     assert server.answer(job_id) == b"0123++"
 
 
-async def test_a_loss_that_cannot_be_repaired_stops_the_job(
+async def test_a_loss_that_cannot_be_repaired_ends_the_job_as_lost(
     server: Server, publisher: Publisher
 ) -> None:
     """The frames of an earlier owner are gone: nobody has them."""
@@ -386,9 +386,9 @@ async def test_a_loss_that_cannot_be_repaired_stops_the_job(
     await box.put(b"x")
     async with asyncio.timeout(5):
         await box.ended
-    assert stops.reasons == ["fenced"]
-    assert box.fenced
+    assert stops.reasons == ["lost"]
     assert server.answer(box.adopted.job.id) == b""
+    assert server.ended[box.adopted.job.id].outcome == "lost"
 
 
 @pytest.mark.parametrize("word", ["cancelled", "expired"])
