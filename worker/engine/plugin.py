@@ -1,5 +1,7 @@
 """vLLM's general plugin: its child processes die with the worker, and are deaf to its terminal.
 
+They also learn to go on with answers that another worker's engine began (`vllm_patches`).
+
 vLLM's children share the worker's process group, so a Ctrl-C ends streams that the worker means to
 drain; and a worker that is SIGKILLed leaves its engine core running, holding the GPU's memory. vLLM
 calls `register` in each of its processes; it acts only in children of a Headrace worker.
@@ -12,6 +14,8 @@ import multiprocessing
 import os
 import signal
 import sys
+
+from worker.engine import vllm_patches
 
 MARK = "_HEADRACE_ENGINE"
 """Set by the worker for the processes that it starts; a plain `vllm serve` here stays as it is."""
@@ -31,3 +35,11 @@ def register() -> None:
     # together with a dead one means that: a fork server is a different parent, too.
     if os.getppid() != parent.pid and not parent.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
+    prepare_for_continued()
+
+
+def prepare_for_continued() -> None:
+    """Have this process take requests that have outputs already, on releases tested for it."""
+    vllm = sys.modules.get("vllm")
+    if vllm is not None and vllm_patches.applies_to(vllm.__version__):
+        vllm_patches.install()
