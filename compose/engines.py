@@ -51,6 +51,8 @@ def vllm(model: str, extra: tuple[str, ...], *, worker: int, workers: int) -> Wo
         env["HF_HUB_OFFLINE"] = "1"
     if is_cpu_build():
         arguments += ["--enforce-eager", "--max-model-len", str(length_for(folder))]
+        if not has_bfloat16():
+            arguments += ["--dtype", "float32"]
         env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
         if workers > 1:  # each would bind its threads to the same cores
             env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -85,6 +87,14 @@ def is_cpu_build() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether the CPU computes in bfloat16; where it doesn't, float32 is twice as fast."""
+    try:
+        return "bf16" in cpuinfo.read_text()
+    except OSError:
+        return True
 
 
 def gpus() -> int:

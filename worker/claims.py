@@ -28,6 +28,8 @@ AT_ONCE = 4
 AT_ONCE_SHARE = 0.25
 """Most jobs to claim in one go, or as a share of the free seats, whichever is more: what is claimed
 can't be taken by an idler worker."""
+PREDECESSOR_S = 0.001
+"""How late an entry must be to be taken over from an earlier process of the same name."""
 BLOCK_S = 1.0
 SUSPECT_POLL_S = 0.02
 """How often to look, while a suspect keeps the others waiting, whether it has got further."""
@@ -67,6 +69,8 @@ class Claims:
         self._stopping = False
         self._blocked_on: tuple[str, ...] = ()
         self._client_id = 0
+        self._begun = False
+        """Whether what is ours can only be of this process, not of one before it with its name."""
         self._unsure = True
         """Whether entries may be ours without our knowing: a reply was lost."""
 
@@ -128,7 +132,8 @@ class Claims:
         worker = self._settings.worker_id
         for claimed in await self._transitions.pending(self.tag(), worker=worker):
             if claimed.job_id not in self._running.jobs:
-                await self._adopt(claimed)
+                await self._adopt(claimed, idle_s=0 if self._begun else PREDECESSOR_S)
+        self._begun = True
         async with translated():
             self._client_id = await self._blocking.run(self.tag(), lambda redis: redis.client_id())
         self._unsure = False

@@ -99,6 +99,9 @@ class Run:
             await asyncio.wait({app, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not app.done():
                 await self._end_application(app)
+            if self.stopped is not None:
+                # What was generated and nobody read counts: the engine settles its account.
+                await self._engine.abort(self.adopted.job.id)
             error = None if app.cancelled() or not app.done() else app.exception()
         finally:
             deadline.cancel()

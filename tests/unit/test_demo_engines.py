@@ -45,13 +45,24 @@ def test_simulated_engine_answers_to_the_models_name() -> None:
 def test_folder_on_a_cpu_asks_no_hub_and_keeps_to_the_models_length(folder: Path) -> None:
     plan = engines.vllm(str(folder), (), worker=0, workers=1)
     assert plan.served == "Tiny-Instruct"
+    precision = () if engines.has_bfloat16() else ("--dtype", "float32")
     assert plan.arguments == (
         *(str(folder), "--served-model-name", "Tiny-Instruct"),
         *("--enforce-eager", "--max-model-len", "512"),
+        *precision,
     )
     assert plan.env["HF_HUB_OFFLINE"] == "1"
     assert plan.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in plan.env
+
+
+def test_a_cpu_without_bfloat16_is_known_by_its_flags(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : avx2 avx512f")
+    assert not engines.has_bfloat16(cpuinfo)
+    cpuinfo.write_text("flags : avx2 avx512f avx512_bf16")
+    assert engines.has_bfloat16(cpuinfo)
+    assert engines.has_bfloat16(tmp_path / "none")
 
 
 @pytest.mark.usefixtures("cpu")
@@ -59,7 +70,9 @@ def test_hub_id_goes_to_vllm_as_it_is() -> None:
     plan = engines.vllm("org/name", ("--max-model-len", "99"), worker=0, workers=2)
     assert plan.served == "org/name"
     assert plan.arguments[0] == "org/name"
-    assert plan.arguments[-4:] == ("--max-model-len", "2048", "--max-model-len", "99")
+    at = plan.arguments.index("--max-model-len")
+    assert plan.arguments[at + 1] == "2048"
+    assert plan.arguments[-2:] == ("--max-model-len", "99")
     assert "HF_HUB_OFFLINE" not in plan.env
     assert plan.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
