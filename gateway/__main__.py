@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
 import sys
+import time
 from types import FrameType
 from typing import NoReturn
 
@@ -19,6 +21,7 @@ from shared.logs import Log
 log = Log("gateway")
 
 _BROKEN_OFF = "ASGI callable returned without completing response."
+_LOOK_S = 0.05
 _MARGIN_S = 5
 """Between the cutting of what is open and the end of the server's patience."""
 
@@ -29,8 +32,12 @@ class Server(uvicorn.Server):
     application: Application
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, let the open requests end, then the application."""
-        self.application.gateway.drain()
+        """Refuse what is new, stop listening, let the open requests end, then the application."""
+        gateway = self.application.gateway
+        gateway.drain()
+        until = time.monotonic() + gateway.settings.drain_delay_s
+        while time.monotonic() < until and not self.force_exit:  # noqa: ASYNC110 (uvicorn's flag)
+            await asyncio.sleep(_LOOK_S)
         await super().shutdown(sockets)
 
 

@@ -86,6 +86,13 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
     async def model(request: Request) -> Response:
         return _json(gateway.models.card(request.path_params["name"]))
 
+    async def job(request: Request) -> Response:
+        exchange_of(request.scope).endpoint = "/v1/jobs/{id}"
+        return _json(await gateway.jobs.status(request.path_params["job_id"]))
+
+    async def stream(request: Request) -> Response:
+        return cast(Response, await gateway.resume(request.path_params["job_id"], request))
+
     async def cancel(request: Request) -> Response:
         exchange_of(request.scope).endpoint = "/v1/jobs/{id}/cancel"
         return _json(await gateway.jobs.cancel(request.path_params["job_id"]))
@@ -95,6 +102,8 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
     app.add_route("/metrics", health.metrics, methods=["GET"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", model, methods=["GET"])
+    app.add_route("/v1/jobs/{job_id}", job, methods=["GET"])
+    app.add_route("/v1/jobs/{job_id}/stream", stream, methods=["GET"])
     app.add_route("/v1/jobs/{job_id}/cancel", cancel, methods=["POST"])
 
 

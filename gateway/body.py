@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ClientGone, error_response
+from gateway.errors import ClientGone, Overloaded, error_response
 from shared.errors import (
     BodyTooLarge,
+    HeadraceError,
     InvalidJSON,
     InvalidRequest,
     UnsupportedMediaType,
@@ -69,7 +71,42 @@ class Fields(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Fields)
 
 
-async def read(request: Request, *, limit: int, timeout_s: float) -> bytes:
+class Room:
+    """The bytes of all bodies that are being read or submitted, with a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.taken = 0
+
+    def take(self, size: int) -> None:
+        """Raises `Overloaded`, having taken nothing."""
+        if self.taken + size > self._limit:
+            raise Overloaded(retry_after_s=random.uniform(1, 5))
+        self.taken += size
+
+    def give_back(self, size: int) -> None:
+        self.taken -= size
+
+
+class Share:
+    """What one request holds of the room, given back at the end of its `with`."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        self._room.take(size)
+        self._size += size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._room.give_back(self._size)
+
+
+async def read(request: Request, share: Share, *, limit: int, timeout_s: float) -> bytes:
     """Read a body, counting; raise as soon as it is known to be too large, or not JSON."""
     _check_type(request.headers.get("content-type"))
     length = request.headers.get("content-length", "")
@@ -87,6 +124,7 @@ async def read(request: Request, *, limit: int, timeout_s: float) -> bytes:
                 total += len(chunk)
                 if total > limit:
                     raise _too_large(limit)
+                share.take(len(chunk))
                 chunks.append(chunk)
                 if not message.get("more_body", False):
                     return b"".join(chunks).removeprefix(_BOM)
@@ -157,7 +195,7 @@ class Refusal:
     would be reset, and the client might never see the answer.
     """
 
-    def __init__(self, error: BodyTooLarge) -> None:
+    def __init__(self, error: HeadraceError) -> None:
         self._response = error_response(error, {"connection": "close"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

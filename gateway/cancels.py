@@ -28,6 +28,8 @@ class Cancel:
     reason: Reason = "cancelled"
     early: bool = False
     """It isn't known whether the job was submitted."""
+    reader: str = ""
+    """Set where only this reader has gone: what becomes of the job is a matter of its policy."""
     force: bool = False
     backoff_s: float = 0.0
 
@@ -62,6 +64,13 @@ class Canceller:
             return
         self._queue.put_nowait(Cancel(job_id, lane, reason, early))
 
+    def leave(self, job_id: str, lane: str, reader: str) -> None:
+        """See to it that a job without this reader goes by its policy. Returns at once."""
+        if self.pending >= self._limit:
+            log.error("cancel.dropped", job=job_id, pending=self.pending)
+            return
+        self._queue.put_nowait(Cancel(job_id, lane, reader=reader))
+
     async def run(self) -> None:
         """Carry out cancels until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -79,9 +88,7 @@ class Canceller:
 
     async def _carry_out(self, cancel: Cancel) -> None:
         try:
-            outcome = await self._transitions.cancel(
-                cancel.job_id, cancel.lane, cancel.reason, force=cancel.force, early=cancel.early
-            )
+            word = await self._apply(cancel)
         except HeadraceError as error:
             delay_s = min(max(2 * cancel.backoff_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
             if delay_s < _MAX_BACKOFF_S:
@@ -96,11 +103,25 @@ class Canceller:
         except msgspec.MsgspecError:
             log.error("cancel.unreadable", exc=True, job=cancel.job_id)
             return
-        log.debug("job.cancelled", job=cancel.job_id, reason=cancel.reason, found=outcome.word)
-        if outcome.word == "running":
-            forced = replace(cancel, force=True, backoff_s=0.0)
+        log.debug("job.cancelled", job=cancel.job_id, reason=cancel.reason, found=word)
+        if word == "running":
+            forced = replace(cancel, reader="", force=True, backoff_s=0.0)
             loop = asyncio.get_running_loop()
             loop.call_later(self._force_after_s, self._queue.put_nowait, forced)
+
+    async def _apply(self, cancel: Cancel) -> str:
+        """Return what was met."""
+        if not cancel.reader:
+            outcome = await self._transitions.cancel(
+                cancel.job_id, cancel.lane, cancel.reason, force=cancel.force, early=cancel.early
+            )
+            return outcome.word
+        left = await self._transitions.leave(cancel.job_id, cancel.lane, [cancel.reader])
+        if left.word == "waiting":  # Should this process end before, a worker looks.
+            again = replace(cancel, backoff_s=0.0)
+            loop = asyncio.get_running_loop()
+            loop.call_later(left.wait_s, self._queue.put_nowait, again)
+        return left.word
 
     def _again(self, cancel: Cancel) -> None:
         self._retrying -= 1

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from shared.errors import (
     BY_CODE,
     Cancelled,
+    Draining,
     EngineFailed,
     HeadraceError,
     InvalidRequest,
@@ -49,6 +50,24 @@ class Overloaded(Unavailable):
     """This server relays as many requests as it can. Try again later."""
 
     code = "overloaded"
+
+
+class BrokenOff(Draining):
+    """This server is shutting down. The request goes on: come back for its answer."""
+
+
+class IdempotencyConflict(InvalidRequest):
+    """This `Idempotency-Key` was sent before with another request."""
+
+    code = "idempotency_conflict"
+    status = 409
+
+
+class AnswerGone(InvalidRequest):
+    """The job's answer is not kept any more."""
+
+    code = "answer_gone"
+    status = 410
 
 
 def error_of(end: End) -> HeadraceError:

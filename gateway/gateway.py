@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import secrets
 from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from gateway import body
+from gateway import body, options
 from gateway.cancels import RUNNERS, Canceller
 from gateway.endpoints import Endpoint
-from gateway.exchange import exchange_of
+from gateway.errors import Overloaded
+from gateway.events import Numbering
+from gateway.exchange import Exchange, exchange_of
 from gateway.jobs import Jobs
 from gateway.metrics import Metrics
 from gateway.models import Models
+from gateway.presence import Presence
+from gateway.relay import JobStream
+from gateway.requests import KeyedRequests
 from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
 from gateway.sweeper import Sweeper
 from shared.connection import Connections
-from shared.errors import BodyTooLarge, Draining, InvalidRequest
+from shared.errors import BodyTooLarge
 from shared.keys import Keys, new_job_id
 from shared.logs import Log
 from shared.protocol import Job
@@ -53,12 +58,24 @@ class Gateway:
             Transitions(self.cancel_redis, keys, result_ttl_s=settings.result_ttl_s),
             force_after_s=settings.force_cancel_s,
         )
-        self.models = Models(settings, Registry(self.redis, keys), self.transitions, self.metrics)
+        registry = Registry(self.redis, keys)
+        self.models = Models(settings, registry, self.transitions, self.metrics)
         self.sweeper = Sweeper()
+        # Not the gateway's id alone: another process may take that up again.
+        own_name = f"{settings.gateway_id}-{secrets.token_hex(4)}"
+        self.presence = Presence(registry, own_name, lease_s=settings.gateway_lease_s)
         self.submitter = Submitter(
-            settings, keys, self.subscriber, self.transitions, self.canceller, self.metrics
+            settings,
+            own_name,
+            keys,
+            self.subscriber,
+            self.transitions,
+            self.canceller,
+            self.metrics,
         )
-        self.jobs = Jobs(settings, self.transitions)
+        self.keyed = KeyedRequests(self.transitions, self.submitter, ttl_s=settings.result_ttl_s)
+        self.jobs = Jobs(settings, self.redis, keys, self.transitions)
+        self.bodies = body.Room(settings.max_pending_body_bytes)
         self.failed = False
         self._on_failure = on_failure
 
@@ -75,29 +92,32 @@ class Gateway:
                 group.create_task(self.models.run())
                 group.create_task(self.canceller.run())
                 group.create_task(self.sweeper.run())
+                group.create_task(self.presence.run())
         except* Exception:
             self.failed = True
             log.error("gateway.failed", exc=True)
             self._on_failure()
 
     def drain(self) -> None:
-        """Refuse new requests; give the open ones `drain_timeout_s`, then cut them."""
+        """Refuse new requests; give the open ones `drain_timeout_s` from the port's closing on."""
         if self.draining:
             return
+        settings = self.settings
         self.submitter.draining = True
         log.info("drain.began", open=self.submitter.open_streams)
         loop = asyncio.get_running_loop()
-        loop.call_later(self.settings.drain_timeout_s, self._cut)
+        loop.call_later(settings.drain_delay_s + settings.drain_timeout_s, self._cut)
 
     def _cut(self) -> None:
         for answer in tuple(self.sweeper.swept):
             if isinstance(answer, RelayedAnswer):
-                answer.cut(Draining())
+                answer.cut()
 
     async def close(self) -> None:
         """Let the last cancels through and close the connections."""
         self.submitter.draining = True
         await self.canceller.drain(_CLEANUP_S)
+        await self.presence.leave()
         await self.redis.aclose()
         await self.cancel_redis.aclose()
 
@@ -111,19 +131,29 @@ class Gateway:
 
     async def answer(self, endpoint: Endpoint, request: Request) -> ASGIApp:
         """Turn a request into a job and its frames into an answer."""
-        settings, exchange = self.settings, exchange_of(request.scope)
+        exchange = exchange_of(request.scope)
         exchange.endpoint = endpoint.path
         self.submitter.check_room()
-        try:
-            raw = await body.read(
-                request, limit=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-            )
-        except BodyTooLarge as error:
-            exchange.outcome = error.code
-            return body.Refusal(error)
+        with body.Share(self.bodies) as share:
+            try:
+                raw = await body.read(
+                    request,
+                    share,
+                    limit=self.settings.max_body_bytes,
+                    timeout_s=self.settings.body_timeout_s,
+                )
+            except (BodyTooLarge, Overloaded) as error:
+                exchange.outcome = error.code
+                return body.Refusal(error)
+            return await self._submit(endpoint, request, exchange, raw)
+
+    async def _submit(
+        self, endpoint: Endpoint, request: Request, exchange: Exchange, raw: bytes
+    ) -> ASGIApp:
         fields = body.decode(raw)
         body.refuse_stored_state(fields)
-        timeout_s = self._timeout(request.headers.get("x-request-timeout"))
+        asks_stream = endpoint.streams and fields.asks_stream
+        asked = options.read(request.headers, self.settings, stream=asks_stream)
         record = self.models.resolve(fields.model)
         exchange.model, exchange.lane = record.name, fields.lane
         job = Job(
@@ -132,36 +162,54 @@ class Gateway:
             body=raw,
             model=record.name,
             lane=fields.lane,
-            stream=endpoint.streams and fields.asks_stream,
+            stream=asks_stream,
             sequences=fields.sequences,
             max_tokens_given=fields.max_tokens_given,
             request_id=exchange.request_id,
-            gateway=settings.gateway_id,
+            gateway=self.settings.gateway_id,
+            patience_s=asked.patience_s,
+            failover=asked.failover,
         )
-        stream = await self.submitter.open(
-            job, limit=self.models.lane_limit(record), timeout_s=timeout_s
-        )
-        exchange.job_id = job.id
+        limit = self.models.lane_limit(record)
+        if asked.key is None:
+            stream = await self.submitter.open(job, limit=limit, timeout_s=asked.timeout_s)
+        else:
+            stream = await self.keyed.open(
+                job,
+                asked.key,
+                new_id=lambda: new_job_id(self.models.shard(record)),
+                limit=limit,
+                timeout_s=asked.timeout_s,
+            )
+        numbering = Numbering() if asked.resumable and asks_stream else None
+        return self._relayed(exchange, stream, asks_stream, numbering)
+
+    async def resume(self, job_id: str, request: Request) -> ASGIApp:
+        """Relay a job's answer from behind an event on, whichever gateway submitted it."""
+        exchange = exchange_of(request.scope)
+        exchange.endpoint = "/v1/jobs/{id}/stream"
+        headers = request.headers
+        after = options.after(request.query_params.get("after"), headers.get("last-event-id"))
+        ids = options.wants_ids(headers)
+        stream, attached = await self.submitter.join(job_id)
+        exchange.lane = attached.lane
+        numbering = Numbering(after=after, ids=ids) if after or ids else None
+        return self._relayed(exchange, stream, attached.stream, numbering)
+
+    def _relayed(
+        self,
+        exchange: Exchange,
+        stream: JobStream,
+        asked_stream: bool,
+        numbering: Numbering | None,
+    ) -> RelayedAnswer:
+        exchange.job_id = stream.job_id
         return RelayedAnswer(
             exchange,
             stream,
-            asked_stream=job.stream,
-            settings=settings,
+            asked_stream=asked_stream,
+            settings=self.settings,
             submitter=self.submitter,
             sweeper=self.sweeper,
+            numbering=numbering,
         )
-
-    def _timeout(self, header: str | None) -> float:
-        """Return the request's time limit, seconds."""
-        if header is None:
-            return self.settings.request_timeout_s
-        try:
-            asked_s = float(header)
-        except ValueError:
-            asked_s = math.nan
-        if not 0 < asked_s < math.inf:
-            raise InvalidRequest(
-                "`X-Request-Timeout` must be a number of seconds above 0.",
-                param="X-Request-Timeout",
-            )
-        return min(asked_s, self.settings.max_request_timeout_s)

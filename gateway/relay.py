@@ -80,7 +80,10 @@ class JobStream:
         "failure",
         "idle",
         "job_id",
+        "joined",
         "lane",
+        "patience_s",
+        "reader",
     )
 
     def __init__(
@@ -92,10 +95,18 @@ class JobStream:
         limit_bytes: int,
         deadline: float,
         count_read: Callable[[str], None] = lambda _: None,
+        reader: str = "",
+        patience_s: float | None = 0.0,
         after: int = 0,
     ) -> None:
         self.job_id = job_id
         self.lane = lane
+        self.reader = reader
+        """Its name among the job's readers."""
+        self.patience_s = patience_s
+        """How long the job goes on without readers; None: to its end."""
+        self.joined = ""
+        """Of a job that had ended before: its outcome."""
         self.deadline = deadline
         """By the loop's clock."""
         self.cursor = after
@@ -154,6 +165,12 @@ class JobStream:
         if self._subscribed:
             self._fall_behind("resubscribed")
         self._subscribed = True
+
+    def join(self, outcome: str = "") -> None:
+        """Begin with what the log holds: the job was there before this stream."""
+        self.joined = outcome
+        self._subscribed = True
+        self._fall_behind("joined")
 
     # What the sweeper and the answer call
 

@@ -9,14 +9,22 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import sse
-from gateway.errors import ClientGone, ClientStalled, error_json, error_of, error_response
+from gateway.errors import (
+    BrokenOff,
+    ClientGone,
+    ClientStalled,
+    error_json,
+    error_of,
+    error_response,
+)
+from gateway.events import Numbering
 from gateway.exchange import Exchange
 from gateway.relay import JobStream, Part
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
 from gateway.sweeper import Sweeper
 from gateway.wire import Wire
-from shared.errors import AnswerTooLarge, Diverged, EngineFailed, HeadraceError
+from shared.errors import AnswerTooLarge, Diverged, Draining, EngineFailed, HeadraceError
 from shared.logs import Log
 from shared.protocol import Head
 
@@ -43,6 +51,7 @@ class RelayedAnswer(Response):
         settings: GatewaySettings,
         submitter: Submitter,
         sweeper: Sweeper,
+        numbering: Numbering | None = None,
     ) -> None:
         self.background = None
         self._exchange = exchange
@@ -51,6 +60,10 @@ class RelayedAnswer(Response):
         self._settings = settings
         self._submitter = submitter
         self._sweeper = sweeper
+        self._numbering = numbering
+        """Of a stream with ids, or one that doesn't begin at its beginning."""
+        ids = numbering is not None and numbering.ids
+        self._comment = sse.KEEP_ALIVE_BETWEEN_IDS if ids else sse.KEEP_ALIVE
         self._send: Send = exchange.raw_send
         self._wire = Wire(exchange.raw_send)
         self._task: asyncio.Task[None] | None = None
@@ -124,12 +137,12 @@ class RelayedAnswer(Response):
         elif now - self._stuck_since >= self._settings.stall_timeout_s and not self._gave_up:
             self._give_up_reader()
 
-    def cut(self, error: HeadraceError) -> None:
-        """End the answer with an error, at once."""
+    def cut(self) -> None:
+        """End the answer at once: with an error, or, if its job goes on, so that it is resumed."""
         if self._sending:
             self._give_up_reader()
         else:
-            self._stream.fail(error)
+            self._stream.fail(Draining() if self._stream.patience_s == 0 else BrokenOff())
 
     def _give_up_reader(self) -> None:
         self._gave_up = True
@@ -216,11 +229,15 @@ class RelayedAnswer(Response):
         if not self._started:
             await self._start(200, sse.CONTENT_TYPE)
         if self._between_events:
-            await self._body(sse.KEEP_ALIVE)
+            await self._body(self._comment)
 
     async def _relay_events(self, part: Part) -> None:
         data = part.data
         last = part.end is not None and part.end.outcome == _COMPLETED
+        if self._numbering is not None:
+            data = self._numbering.pass_on(data)
+            if last:
+                data += self._numbering.rest()
         if data:
             self._note_content(part.items)
             self._between_events = data.endswith(b"\n\n")
@@ -281,6 +298,8 @@ class RelayedAnswer(Response):
         """Say that the request failed, in the form that its client can still understand."""
         exchange = self._exchange
         exchange.outcome = error.code
+        if self._started and isinstance(error, BrokenOff):
+            return
         if self._started:
             rest = b"" if self._between_events else b"\n\n"
             await self._body(rest + sse.error_event(error))

@@ -56,6 +56,18 @@ class GatewaySettings(RedisSettings):
     """How often the list of workers and the depth of the queue are read."""
     drain_timeout_s: Seconds = 30
     """How long open requests may go on after SIGTERM; then they end with an error."""
+    drain_delay_s: float = Field(0, ge=0, le=3600)
+    """How long after SIGTERM the port stays open, not ready and refusing, before the drain."""
+    on_disconnect: str = Field("cancel", pattern=r"^(cancel|continue|grace=[0-9]{1,6})$")
+    """What becomes of a job whose client has left, unless it sends `X-On-Disconnect`."""
+    resume_grace_s: Seconds = 30
+    """Grace of clients that can come back, where `on_disconnect` is `cancel`."""
+    max_grace_s: Seconds = 600
+    """Highest grace that `X-On-Disconnect` can ask for."""
+    gateway_lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 10
+    """How long workers believe in a gateway, and in its clients, without a sign of it."""
+    max_pending_body_bytes: Bytes = 512 << 20
+    """Most bytes of request bodies that one process holds before they are submitted; then 503."""
     http_keepalive_s: int = Field(75, ge=1, le=3600)
     """How long an idle client connection is kept."""
 

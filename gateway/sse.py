@@ -10,6 +10,8 @@ from shared.errors import EngineFailed, HeadraceError
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every client skips as long as no `id:` or `retry:` was sent."""
+KEEP_ALIVE_BETWEEN_IDS = b": keep-alive\n"
+"""Once an `id:` was sent, the blank line would be taken for the end of an event without data."""
 HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import random
 
 from gateway.cancels import Canceller
-from gateway.errors import Overloaded
+from gateway.channels import Channels
+from gateway.errors import AnswerGone, Overloaded
 from gateway.metrics import Metrics
 from gateway.relay import JobStream
 from gateway.settings import GatewaySettings
-from shared.errors import Cancelled, Draining, QueueFull, QueueUnavailable, RequestTimeout
-from shared.keys import Keys
+from shared.errors import (
+    Cancelled,
+    Draining,
+    QueueFull,
+    QueueUnavailable,
+    RequestTimeout,
+    UnknownJob,
+)
+from shared.keys import Keys, is_job_id
 from shared.protocol import Job
 from shared.subscribers import Subscribers
-from shared.transitions import Reason, Transitions
+from shared.transitions import Attached, Transitions
 
 _LINK_POLL_S = 0.02
+_FULL_RETRY_S = (2, 12)
+"""Spread, so that those who were refused together don't come back together."""
 
 
 class Submitter:
-    """Opens and closes the streams of this process."""
+    """Opens and closes the streams of this process. `name` is its name among readers."""
 
     def __init__(
         self,
         settings: GatewaySettings,
+        name: str,
         keys: Keys,
         subscriber: Subscribers,
         transitions: Transitions,
@@ -31,11 +45,14 @@ class Submitter:
         metrics: Metrics,
     ) -> None:
         self._settings = settings
+        self._name = name
         self._keys = keys
         self._subscriber = subscriber
+        self._channels = Channels(subscriber)
         self._transitions = transitions
         self._canceller = canceller
         self._metrics = metrics
+        self._numbers = itertools.count(1)
         self.open_streams = 0
         self.draining = False
 
@@ -46,26 +63,23 @@ class Submitter:
         if self.open_streams >= self._settings.max_streams:
             raise Overloaded(retry_after_s=1)
 
-    async def open(self, job: Job, *, limit: int, timeout_s: float) -> JobStream:
+    async def open(
+        self, job: Job, *, limit: int, timeout_s: float, shared: bool = False
+    ) -> JobStream:
         """Submit a job and return its stream, subscribed before anything could be published.
 
-        Raises `QueueUnavailable` within `submit_timeout_s`, `QueueFull`, `Cancelled`, `Overloaded`.
+        Where the job is there already, its answer comes from its beginning. `shared`: others may
+        submit the same one. Raises `QueueUnavailable` within `submit_timeout_s`, `QueueFull`,
+        `Cancelled`, `Overloaded`.
         """
         self.check_room()
-        loop = asyncio.get_running_loop()
-        stream = JobStream(
-            job.id,
-            job.lane,
-            read_log=self._transitions.read_log,
-            limit_bytes=self._settings.stream_buffer_bytes,
-            deadline=loop.time() + timeout_s,
-            count_read=self._metrics.log_read,
-        )
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        stream = self._stream(job.id, job.lane, deadline, job.patience_s)
         self.open_streams += 1
         try:
             async with asyncio.timeout(min(self._settings.submit_timeout_s, timeout_s)):
                 await self._subscribe(stream)
-                await self._submit(job, limit, timeout_s)
+                await self._submit(stream, job, limit, timeout_s, shared=shared)
         except BaseException as error:
             self.close(stream)
             if isinstance(error, TimeoutError):
@@ -73,34 +87,96 @@ class Submitter:
             raise
         return stream
 
+    async def join(self, job_id: str) -> tuple[JobStream, Attached]:
+        """Return a stream of a job that was submitted before, anywhere, from its beginning.
+
+        Raises `UnknownJob`, `AnswerGone`, `QueueUnavailable`, `Overloaded`.
+        """
+        self.check_room()
+        if not is_job_id(job_id):
+            raise UnknownJob
+        stream = self._stream(job_id, "", math.inf, None)
+        self.open_streams += 1
+        try:
+            async with asyncio.timeout(self._settings.submit_timeout_s):
+                attached = await self._attach(stream)
+                if attached.state != "done":
+                    await self._subscribe(stream)
+        except BaseException as error:
+            if stream.lane:
+                self.abandon(stream)
+            self.close(stream)
+            if isinstance(error, TimeoutError):
+                raise QueueUnavailable from error
+            raise
+        return stream, attached
+
+    def _stream(
+        self, job_id: str, lane: str, deadline: float, patience_s: float | None
+    ) -> JobStream:
+        return JobStream(
+            job_id,
+            lane,
+            read_log=self._transitions.read_log,
+            limit_bytes=self._settings.stream_buffer_bytes,
+            deadline=deadline,
+            count_read=self._metrics.log_read,
+            reader=f"{self._name}/{next(self._numbers)}",
+            patience_s=patience_s,
+        )
+
     async def _subscribe(self, stream: JobStream) -> None:
         while not self._subscriber.connected:  # noqa: ASYNC110 (a short cut is nobody's fault)
             await asyncio.sleep(_LINK_POLL_S)
-        await self._subscriber.subscribe(self._keys.channel(stream.job_id), stream)
+        await self._channels.open(self._keys.channel(stream.job_id), stream)
 
-    async def _submit(self, job: Job, limit: int, timeout_s: float) -> None:
+    async def _submit(
+        self, stream: JobStream, job: Job, limit: int, timeout_s: float, *, shared: bool
+    ) -> None:
         try:
-            submitted = await self._transitions.submit(job, limit=limit, timeout_s=timeout_s)
+            submitted = await self._transitions.submit(
+                job, limit=limit, timeout_s=timeout_s, reader=stream.reader
+            )
+            if submitted.verdict == "known":
+                await self._attach(stream)
         except QueueFull:
             raise
         except BaseException:  # It may have been done all the same.
-            self._canceller.request(job.id, job.lane, early=True)
+            if shared:
+                self.abandon(stream)
+            else:
+                self._canceller.request(job.id, job.lane, early=True)
             raise
         if submitted.verdict == "full":
-            raise QueueFull(retry_after_s=5)
+            raise QueueFull(retry_after_s=random.uniform(*_FULL_RETRY_S))
         if submitted.verdict == "cancelled":
             raise Cancelled
 
+    async def _attach(self, stream: JobStream) -> Attached:
+        """Have a stream begin with what its job's log holds, and live by the job's deadline."""
+        attached = await self._transitions.attach(stream.job_id, stream.reader)
+        if attached is None:
+            raise UnknownJob
+        stream.lane = attached.lane
+        done = attached.state == "done"
+        if done and not attached.frames:
+            raise AnswerGone
+        left_s = math.inf if done else attached.left_s
+        stream.deadline = asyncio.get_running_loop().time() + left_s
+        stream.join(attached.outcome)
+        return attached
+
     def abandon(self, stream: JobStream) -> None:
-        """See to it that the job ends, because nobody wants its answer any more."""
+        """See to it that the job goes by its policy, because a reader doesn't want its answer."""
         if stream.ended or stream.abandoned:
             return
         stream.abandoned = True
-        expired = isinstance(stream.failure, RequestTimeout)
-        reason: Reason = "expired" if expired else "cancelled"
-        self._canceller.request(stream.job_id, stream.lane, reason)
+        if isinstance(stream.failure, RequestTimeout):
+            self._canceller.request(stream.job_id, stream.lane, "expired")
+        else:
+            self._canceller.leave(stream.job_id, stream.lane, stream.reader)
 
     def close(self, stream: JobStream) -> None:
         """Detach a stream from its channel."""
         self.open_streams -= 1
-        self._subscriber.unsubscribe(self._keys.channel(stream.job_id), stream)
+        self._channels.close(self._keys.channel(stream.job_id), stream)

@@ -58,7 +58,7 @@ def source(name: str, *, shebang: bool = True, sharded: bool = False) -> str:
     if name in _PARTS:
         text = (_FOLDER / f"{_PARTS[name]}.lua").read_text() + text
     if sharded:
-        text = text.replace("'PUBLISH'", "'SPUBLISH'")
+        text = text.replace("'PUBLISH'", "'SPUBLISH'").replace("'NUMSUB'", "'SHARDNUMSUB'")
     if not shebang:
         return text
     return ("#!lua\n" if name in _REFUSED_WHEN_FULL else "#!lua flags=allow-oom\n") + text

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.relay import JobStream
+from gateway.channels import Fan
 from shared.errors import BY_CODE
 from shared.protocol import Frame, Head, Usage
 from tests.support import sse
@@ -275,8 +275,9 @@ async def test_slow_reader_costs_no_memory_and_misses_nothing(valkey: ValkeyServ
         for number in range(600):
             await job.items((b"data: %d %s\n\n" % (number, padding),))
         await job.end(items=[DONE])
-        (stream,) = gateway.gateway.subscriber.of("").sinks.values()
-        assert isinstance(stream, JobStream)
+        (fan,) = gateway.gateway.subscriber.of("").sinks.values()
+        assert isinstance(fan, Fan)
+        (stream,) = fan.streams
         held = sum(len(one.body) for one in stream._queue)
         assert held <= 16 << 10
         response = await sse.read_head(wire)
