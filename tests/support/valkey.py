@@ -37,8 +37,9 @@ class ValkeyServer:
         maxmemory: str | None = None,
         directory: Path | None = None,
         port: int | None = None,
+        config: str | None = None,
     ) -> None:
-        """Further `args` go to the server as they are: `"--save", "1 1"`."""
+        """Further `args` go to the server as they are: `"--save", "1 1"`. `config`: of its file."""
         self.host = "127.0.0.1"
         self.port = port or free_port()
         self._own_directory = directory is None
@@ -48,7 +49,12 @@ class ValkeyServer:
         memory = ("--maxmemory", maxmemory, "--maxmemory-policy", "noeviction") if maxmemory else ()
         saving = () if "--save" in args else ("--save", "")
         self._args = [*fsync, *memory, *saving, *args]
+        self._config = config
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
 
     @property
     def url(self) -> str:
@@ -68,9 +74,14 @@ class ValkeyServer:
         """Start the server and wait until it answers, its data loaded."""
         assert self._process is None, "the server is running already"
         listen = ["--bind", self.host, "--port", str(self.port)]
+        config = []
+        if self._config is not None:
+            path = self.directory / "server.conf"
+            path.write_text(self._config)
+            config = [str(path)]
         files = ["--dir", str(self.directory), "--logfile", str(self.directory / "valkey.log")]
         self._process = subprocess.Popen(
-            bound([str(get_binary_path()), *listen, *files, *self._args]),
+            bound([str(get_binary_path()), *config, *listen, *files, *self._args]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
