@@ -8,19 +8,32 @@ cluster has refused because it moved, every wait is bounded, and the transitions
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import ssl
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import hiredis
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
+from redis.asyncio.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AskError, ClusterDownError, ReadOnlyError, RedisError, TryAgainError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MovedError,
+    ReadOnlyError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from shared.servers import Location, Servers, parse
+from shared.errors import QueueUnavailable
+from shared.servers import Address, Servers, parse
 from shared.settings import RedisSettings
 
 T = TypeVar("T")
@@ -110,27 +123,10 @@ def _packed(kind: type[AbstractConnection]) -> type[AbstractConnection]:
     return type(f"Packed{kind.__name__}", (_Sender, kind), {})
 
 
-def _located(
-    kind: type[AbstractConnection], servers: Servers, tag: str
-) -> type[AbstractConnection]:
-    """Return a kind of connection that finds its server whenever it connects."""
-
-    async def connect(self: Any) -> None:
-        address = await servers.locate(tag)
-        self.host, self.port = address.host, address.port
-        try:
-            await kind._connect(self)  # type: ignore[no-untyped-call]
-        except (OSError, TimeoutError, RedisError):
-            servers.forget()
-            raise
-
-    return type(f"Located{kind.__name__}", (kind,), {"_connect": connect})
-
-
 class Connections:
-    """Bounded pools of connections for commands: one pool, or in a cluster one per tag.
+    """Bounded pools of connections for commands: one for each server that is met.
 
-    With `block_s` each pool is one connection, for commands that block for up to so long.
+    With `block_s` each tag has one connection, for commands that block for up to so long.
     """
 
     def __init__(
@@ -141,21 +137,21 @@ class Connections:
         connections: int | None = None,
         block_s: float = 0,
     ) -> None:
-        self._url = settings.redis_url.get_secret_value()
-        self._location = parse(self._url)
+        self.location = parse(settings.redis_url.get_secret_value())
         self._servers = servers_of(settings)
+        self._blocking = block_s > 0
         timeout_s = settings.redis_timeout_s
         self._options: dict[str, Any] = {
             "max_connections": 1 if block_s else connections or settings.redis_connections,
             "timeout": block_s + timeout_s,
             "socket_timeout": block_s + timeout_s,
             "socket_connect_timeout": timeout_s,
-            "socket_keepalive": True,
             "client_name": name,
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
+            **self.location.login,
         }
-        self._clients: dict[str, Redis] = {}
+        self._clients: dict[tuple[Address | None, str], Redis] = {}
 
     @property
     def sharded(self) -> bool:
@@ -163,38 +159,69 @@ class Connections:
         return self._servers is not None and self._servers.sharded
 
     def at(self, tag: str) -> Redis:
-        """Return the client for the keys of a tag; nothing is connected yet."""
-        place = tag if self.sharded else ""
+        """Return the client for the keys of a tag, as far as is known; nothing is connected yet.
+
+        Raises `QueueUnavailable` where the server of the tag is not known now.
+        """
+        if self._servers is None:
+            return self._client(None, tag)
+        address = self._servers.known(tag)
+        if address is None:
+            raise QueueUnavailable
+        return self._client(address, tag)
+
+    def _client(self, address: Address | None, tag: str) -> Redis:
+        place = address, tag if self._blocking else ""
         client = self._clients.get(place)
         if client is None:
-            client = self._clients[place] = Redis.from_pool(self._pool(tag))
+            client = self._clients[place] = Redis.from_pool(self._pool(address))
         return client
 
-    def _pool(self, tag: str) -> BlockingConnectionPool:
-        if self._location is None or self._servers is None:
-            pool = BlockingConnectionPool.from_url(self._url, **self._options)
-            pool.connection_class = _packed(pool.connection_class)
-            return pool
-        kind = SSLConnection if self._location.tls else Connection
+    def _pool(self, address: Address | None) -> BlockingConnectionPool:
+        location = self.location
+        if location.kind == "unix":
+            return BlockingConnectionPool(
+                connection_class=_packed(UnixDomainSocketConnection),
+                path=location.path,
+                **self._options,
+            )
+        kind = SSLConnection if location.tls else Connection
+        at = address or location.seeds[0]
         return BlockingConnectionPool(
-            connection_class=_packed(_located(kind, self._servers, tag)),
-            **self._location.login,
+            connection_class=_packed(kind),
+            host=at.host,
+            port=at.port,
+            socket_keepalive=True,
             **self._options,
         )
 
     async def run(self, tag: str, operation: Callable[[Redis], Awaitable[T]]) -> T:
         """Do something at a tag's server, following the tag where it has moved."""
-        client = self.at(tag)
-        if self._servers is None:
-            return await operation(client)
-        for attempt in range(_MOVES):
+        servers = self._servers
+        if servers is None:
+            return await operation(self._client(None, tag))
+        for attempt in range(_MOVES + 1):
+            address = await servers.locate(tag)
+            if (address, tag if self._blocking else "") not in self._clients:
+                await self._drop_gone(servers.addresses)
             try:
-                return await operation(client)
-            except _MOVED:
-                self._servers.forget()
-                await client.connection_pool.disconnect(inuse_connections=False)
-                await asyncio.sleep(_MOVE_S * 2**attempt)
-        return await operation(client)
+                return await operation(self._client(address, tag))
+            except _MOVED as error:
+                if attempt == _MOVES:
+                    raise
+                servers.forget()
+                if isinstance(error, MovedError):
+                    servers.moved(error.slot_id, Address(error.host, error.port))
+            except (RedisConnectionError, RedisTimeout, OSError, TimeoutError):
+                servers.forget()
+                raise
+            await asyncio.sleep(_MOVE_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+    async def _drop_gone(self, addresses: Collection[Address]) -> None:
+        """Close the connections to servers that have no keys any more."""
+        for place in [one for one in self._clients if one[0] not in addresses]:
+            await self._clients.pop(place).aclose()
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -204,17 +231,29 @@ class Connections:
 
 def servers_of(settings: RedisSettings) -> Servers | None:
     """Return how to find the servers; None where there is one, at a fixed place."""
-    location: Location | None = parse(settings.redis_url.get_secret_value())
-    if location is None:
+    location = parse(settings.redis_url.get_secret_value())
+    if location.kind in ("server", "unix"):
         return None
     return Servers(location, timeout_s=settings.redis_timeout_s)
 
 
 def connect(settings: RedisSettings, *, name: str, connections: int | None = None) -> Redis:
-    """Return a client of a single server, or of Sentinel's master."""
+    """Return a client of a server at a fixed place."""
     return Connections(settings, name=name, connections=connections).at("")
 
 
 def connect_blocking(settings: RedisSettings, *, name: str, block_s: float) -> Redis:
     """The same with one connection, for commands that block for up to `block_s`."""
     return Connections(settings, name=name, block_s=block_s).at("")
+
+
+def tls_context(login: Mapping[str, Any]) -> ssl.SSLContext:
+    """Return how to speak TLS, as redis-py does it with the same options."""
+    options = {name: value for name, value in login.items() if name.startswith("ssl_")}
+    return SSLConnection(**options).ssl_context.get()
+
+
+def reason(error: BaseException) -> str:
+    """Say on one line why the queue couldn't be used: what the server or the driver said of it."""
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split()) or type(cause).__name__

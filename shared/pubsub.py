@@ -9,17 +9,17 @@ must be read elsewhere; and a link without a reply for `dead_after_s` is replace
 from __future__ import annotations
 
 import asyncio
-import ssl
+import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import hiredis
-from redis.asyncio.connection import parse_url
 
-from shared.connection import servers_of
+from shared.connection import reason, servers_of, tls_context
 from shared.errors import QueueUnavailable
 from shared.logs import Log
-from shared.servers import parse
+from shared.servers import Address, parse
 from shared.settings import RedisSettings
 
 log = Log("pubsub")
@@ -28,6 +28,10 @@ PING_EVERY_S = 0.5
 _SUBSCRIBE_CHUNK = 500
 _MESSAGES = frozenset({b"message", b"smessage"})
 _ACKS = frozenset({b"subscribe", b"ssubscribe"})
+_UNACKS = frozenset({b"unsubscribe", b"sunsubscribe"})
+_MOVED = re.compile(r"MOVED (\d+) (.*):(\d+)")
+_AGAIN_S = 0.05
+"""First wait before the next try; each further one is twice as long, up to a second."""
 
 
 class Sink(Protocol):
@@ -100,12 +104,10 @@ class Subscriber:
         tag: str = "",
     ) -> None:
         """`tag`: in a cluster, the one whose channels are subscribed to."""
-        url = settings.redis_url.get_secret_value()
         self._servers = servers_of(settings)
         self._tag = tag
-        location = parse(url)
-        self._options: dict[str, Any] = location.login if location else dict(parse_url(url))
-        self._tls = url.startswith("rediss")
+        self._location = parse(settings.redis_url.get_secret_value())
+        self._tls = tls_context(self._location.login) if self._location.tls else None
         sharded = self._servers is not None and self._servers.sharded
         self._subscribe, self._unsubscribe = (
             ("SSUBSCRIBE", "SUNSUBSCRIBE") if sharded else ("SUBSCRIBE", "UNSUBSCRIBE")
@@ -118,6 +120,11 @@ class Subscriber:
         self._acks: dict[bytes, asyncio.Future[None]] = {}
         self._handshake: asyncio.Future[None] | None = None
         self._handshakes_left = 0
+        self._leaving: Counter[bytes] = Counter()
+        """Own unsubscriptions that aren't acknowledged yet."""
+        self._refusal: hiredis.ReplyError | None = None
+        self._away_since: float | None = None
+        """Since when the link is lost, once that was logged."""
         self.sinks: dict[bytes, Sink] = {}
         self.reconnects = 0
 
@@ -129,74 +136,99 @@ class Subscriber:
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
         delay_s = 0.0
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 await asyncio.sleep(delay_s)
+                begun, stood = loop.time(), self.reconnects
                 try:
                     await self._hold()
-                    delay_s = 0.05
                 except (OSError, TimeoutError, QueueUnavailable, hiredis.ReplyError) as error:
-                    self._forget_server()
-                    delay_s = min(max(delay_s * 2, 0.1), 1.0)
-                    log.warning("pubsub.unreachable", error=type(error).__name__)
+                    self._note_away(error)
+                self._forget_server()
+                self._heed_move()
+                sound = self.reconnects > stood and loop.time() - begun > 1
+                delay_s = _AGAIN_S if sound else min(max(delay_s * 2, _AGAIN_S), 1.0)
         finally:
             self._drop()
 
+    def _note_away(self, error: Exception | None = None) -> None:
+        """Log the loss of the link, once."""
+        if self._away_since is None:
+            self._away_since = asyncio.get_running_loop().time()
+            fields = {"tag": self._tag} if self._tag else {}
+            log.warning("pubsub.lost", reason=reason(error) if error else "closed", **fields)
+
+    def _note_back(self) -> None:
+        if self._away_since is not None:
+            after_s = round(asyncio.get_running_loop().time() - self._away_since, 2)
+            self._away_since = None
+            fields = {"tag": self._tag} if self._tag else {}
+            log.info("pubsub.back", after_s=after_s, **fields)
+
     async def _hold(self) -> None:
-        """Hold one connection from its beginning to its end."""
+        """Hold one connection from its beginning to its end. Raises what it was refused with."""
+        self._refusal = None
         link = await self._connect()
         try:
             await self._greet(link)
             self._link = link
             self._resubscribe(self.sinks)
+            if not self.sinks:
+                self._note_back()
             loop = asyncio.get_running_loop()
             while not link.lost.done():
                 link.send("PING")
                 await asyncio.wait([link.lost], timeout=PING_EVERY_S)
                 if loop.time() - link.heard_at > self._dead_after_s:
-                    log.warning("pubsub.silent", after_s=self._dead_after_s)
-                    break
+                    raise TimeoutError(f"nothing heard for {self._dead_after_s:g} s")
         finally:
+            if self._link is not None:
+                self.reconnects += 1
             self._drop()
             link.abort()
-            self._forget_server()
-            self.reconnects += 1
-        log.warning("pubsub.lost")
+        if self._refusal is not None:
+            raise self._refusal
+        self._note_away()
 
     def _forget_server(self) -> None:
         """Find the server anew at the next connect: it may have failed over."""
         if self._servers is not None:
             self._servers.forget()
 
+    def _heed_move(self) -> None:
+        """Go where the server said that the channels are now."""
+        moved = _MOVED.match(str(self._refusal)) if self._refusal else None
+        if moved and self._servers is not None:
+            self._servers.moved(int(moved[1]), Address(moved[2], int(moved[3])))
+
     def _drop(self) -> None:
         self._link = None
+        self._leaving.clear()
         for ack in self._acks.values():
             if not ack.done():
                 ack.set_exception(QueueUnavailable())
         self._acks.clear()
 
     async def _connect(self) -> _Link:
-        loop, options = asyncio.get_running_loop(), self._options
+        loop, location = asyncio.get_running_loop(), self._location
         async with asyncio.timeout(self._timeout_s):
+            if location.path:
+                _, link = await loop.create_unix_connection(lambda: _Link(self), location.path)
+                return link
+            at = location.seeds[0]
             if self._servers is not None:
-                address = await self._servers.locate(self._tag)
-                options = {**options, "host": address.host, "port": address.port}
-            if path := options.get("path"):
-                _, link = await loop.create_unix_connection(lambda: _Link(self), path)
-            else:
-                _, link = await loop.create_connection(
-                    lambda: _Link(self),
-                    options.get("host", "127.0.0.1"),
-                    options.get("port", 6379),
-                    ssl=ssl.create_default_context() if self._tls else None,
-                )
+                at = await self._servers.locate(self._tag)
+            _, link = await loop.create_connection(
+                lambda: _Link(self), at.host, at.port, ssl=self._tls
+            )
         return link
 
     async def _greet(self, link: _Link) -> None:
         """Log in and name the connection; every reply until then belongs to the greeting."""
         commands: list[tuple[str, ...]] = []
-        if password := self._options.get("password"):
-            user = self._options.get("username")
+        if password := self._location.login.get("password"):
+            user = self._location.login.get("username")
             commands.append(("AUTH", user, password) if user else ("AUTH", password))
         commands.append(("CLIENT", "SETNAME", self._name))
         self._handshake = asyncio.get_running_loop().create_future()
@@ -207,7 +239,7 @@ class Subscriber:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.wait([self._handshake, link.lost], return_when="FIRST_COMPLETED")
             if not self._handshake.done():
-                raise QueueUnavailable
+                raise ConnectionResetError("closed while logging in")
             self._handshake.result()
         except BaseException:
             link.abort()
@@ -226,19 +258,26 @@ class Subscriber:
         if self._handshake is not None:
             self._on_greeting(reply)
         elif isinstance(reply, list) and reply[0] in _ACKS:
+            self._note_back()
             ack = self._acks.pop(reply[1], None)
             if ack is not None and not ack.done():
                 ack.set_result(None)
             if (sink := self.sinks.get(reply[1])) is not None:
                 sink.on_subscribed()
-        elif isinstance(reply, list) and reply[0] == b"sunsubscribe" and reply[1] in self.sinks:
-            # The slot has moved: the server unsubscribes by itself.
-            if self._link is not None:
-                self._link.abort()
-        elif isinstance(reply, hiredis.ReplyError):
-            log.error("pubsub.refused", error=str(reply))
-            if self._link is not None:
-                self._link.abort()
+        elif isinstance(reply, list) and reply[0] in _UNACKS:
+            self._on_unsubscribed(reply[1])
+        elif isinstance(reply, hiredis.ReplyError) and self._link is not None:
+            self._refusal = reply
+            self._link.abort()
+
+    def _on_unsubscribed(self, channel: bytes) -> None:
+        """Take the acknowledgement of an own unsubscription, or the word that a slot has moved."""
+        if self._leaving[channel]:
+            self._leaving[channel] -= 1
+            self._leaving += Counter()  # Drops what is 0.
+        elif channel in self.sinks and self._link is not None:
+            log.info("pubsub.moved", tag=self._tag)
+            self._link.abort()
 
     def _on_greeting(self, reply: Any) -> None:
         greeting = self._handshake
@@ -283,4 +322,5 @@ class Subscriber:
         if self.sinks.get(name) is sink:
             del self.sinks[name]
             if self._link is not None:
+                self._leaving[name] += 1
                 self._link.send(self._unsubscribe, name)
