@@ -294,6 +294,8 @@ class Transitions:
 
         Idempotent: the same call may be sent again after a lost reply.
         """
+        if not appends and not finishes:
+            return [], []
         calls = [("publish", *self._publish_call(appends))] if appends else []
         calls += [("finish", *self._finish_call(finish)) for finish in finishes]
         job_tag = tag_of((appends or finishes)[0].job_id)
