@@ -254,16 +254,20 @@ class Pool:
         self,
         redis_url: str | None = None,
         *,
+        args: Sequence[str] | None = None,
         simulated: Mapping[str, object] | None = None,
         **settings: object,
     ) -> WorkerProcess:
-        """Start one more worker. It isn't ready yet: see `wait_ready`."""
+        """Start one more worker, which may serve another model: see `wait_ready` for when it does.
+
+        Its `args` replace the pool's.
+        """
         name = f"worker-{len(self.workers)}"
         added = WorkerProcess(
             redis_url or self._redis_url,
             name,
             self._directory / f"{name}.log",
-            *self._args,
+            *(self._args if args is None else args),
             engine=self._engine,
             simulated={**self._simulated, **(simulated or {})},
             **{**self._worker, **settings},
