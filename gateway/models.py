@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
+from shared.connection import reason
 from shared.errors import (
     HeadraceError,
     InvalidRequest,
@@ -18,7 +19,7 @@ from shared.errors import (
     QueueUnavailable,
     UnknownModel,
 )
-from shared.keys import tag
+from shared.keys import tags
 from shared.logs import Log
 from shared.protocol import ModelRecord
 from shared.registry import Registry, Snapshot
@@ -45,6 +46,8 @@ class Models:
         self._metrics = metrics
         self._snapshot: Snapshot | None = None
         self._depths: set[tuple[str, str]] = set()
+        self._away: frozenset[str] = frozenset()
+        """Tags whose server could not be reached at the last reading."""
         self.reachable = False
         """Whether the last reading succeeded."""
 
@@ -62,7 +65,7 @@ class Models:
             except HeadraceError as error:
                 self.reachable = False
                 if not said:
-                    log.warning("queue.unreachable", error=error.code, retried="until it is there")
+                    log.warning("queue.unreachable", error=error.code, reason=reason(error))
                 said = error.code
             except msgspec.MsgspecError as error:  # Somebody else's record is no reason to end.
                 if not said:
@@ -74,18 +77,37 @@ class Models:
         """Set the gauges: all lanes of all pools whose models are known."""
         self._metrics.ready_workers.set(len(snapshot.ready()))
         pools = {record.pool: record.shards for record in snapshot.models.values()}
-        seen: set[tuple[str, str]] = set()
-        for pool, shards in pools.items():
-            totals: dict[str, int] = {}
-            for shard in range(shards):
-                for lane, depth in (await self._transitions.depths(tag(pool, shard))).items():
-                    totals[lane] = totals.get(lane, 0) + depth
-            for lane, depth in totals.items():
-                seen.add((pool, lane))
-                self._metrics.queue_depth.labels(pool, lane).set(depth)
+        places = [(pool, one) for pool, shards in pools.items() for one in tags(pool, shards)]
+        told = await asyncio.gather(
+            *(self._transitions.depths(one) for _, one in places), return_exceptions=True
+        )
+        away: dict[str, HeadraceError] = {}
+        totals: dict[tuple[str, str], int] = {}
+        for (pool, one), depths in zip(places, told, strict=True):
+            if isinstance(depths, HeadraceError):
+                away[one] = depths
+            elif isinstance(depths, BaseException):
+                raise depths
+            else:
+                for lane, depth in depths.items():
+                    totals[pool, lane] = totals.get((pool, lane), 0) + depth
+        self._note_away(away, all_of_them=len(away) == len(places))
+        for (pool, lane), depth in totals.items():
+            self._metrics.queue_depth.labels(pool, lane).set(depth)
+        seen = set(totals)
         for labels in self._depths - seen:
             self._metrics.queue_depth.remove(*labels)
         self._depths = seen
+
+    def _note_away(self, away: dict[str, HeadraceError], *, all_of_them: bool) -> None:
+        """Remember which shards can't be reached. Raises where none can."""
+        if self._away and not away:
+            log.info("shards.reached")
+        elif away and not self._away and not all_of_them:
+            log.warning("shards.away", shards=len(away), reason=reason(next(iter(away.values()))))
+        self._away = frozenset(away)
+        if away and all_of_them:
+            raise next(iter(away.values()))
 
     @property
     def ready_workers(self) -> int:
@@ -119,8 +141,9 @@ class Models:
         raise NoWorker(retry_after_s=_NO_WORKER_RETRY_S)
 
     def shard(self, record: ModelRecord) -> str:
-        """Return the tag of one of the pool's shards."""
-        return tag(record.pool, random.randrange(record.shards))
+        """Return the tag of one of the pool's shards, if possible of one that can be reached."""
+        all_tags = tags(record.pool, record.shards)
+        return random.choice([one for one in all_tags if one not in self._away] or all_tags)
 
     def lane_limit(self, record: ModelRecord) -> int:
         """Return how many jobs, queued and running, one lane of one shard may hold."""

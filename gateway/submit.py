@@ -26,7 +26,6 @@ from shared.protocol import Job
 from shared.subscribers import Subscribers
 from shared.transitions import Attached, Transitions
 
-_LINK_POLL_S = 0.02
 _FULL_RETRY_S = (2, 12)
 """Spread, so that those who were refused together don't come back together."""
 
@@ -47,7 +46,6 @@ class Submitter:
         self._settings = settings
         self._name = name
         self._keys = keys
-        self._subscriber = subscriber
         self._channels = Channels(subscriber)
         self._transitions = transitions
         self._canceller = canceller
@@ -126,8 +124,6 @@ class Submitter:
         )
 
     async def _subscribe(self, stream: JobStream) -> None:
-        while not self._subscriber.connected:  # noqa: ASYNC110 (a short cut is nobody's fault)
-            await asyncio.sleep(_LINK_POLL_S)
         await self._channels.open(self._keys.channel(stream.job_id), stream)
 
     async def _submit(
