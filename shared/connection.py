@@ -79,11 +79,22 @@ def clients_of(redis: Redis | Clients) -> Clients:
     return Fixed(redis) if isinstance(redis, Redis) else redis
 
 
+class NotConnected(RedisConnectionError):
+    """There was no connection, so nothing was sent."""
+
+
 class _Sender(AbstractConnection):
     """redis-py's asyncio connections, packing in C and open to cancels.
 
     They pack in Python, a quarter of a busy worker's time.
     """
+
+    async def connect(self) -> None:
+        """Connect, unless it is connected. Raises `NotConnected`."""
+        try:
+            await super().connect()  # type: ignore[no-untyped-call]
+        except (RedisConnectionError, RedisTimeout) as error:
+            raise NotConnected(str(error)) from error
 
     def pack_command(self, *args: Any) -> list[bytes]:
         name = args[0].encode() if isinstance(args[0], str) else args[0]
@@ -212,9 +223,12 @@ class Connections:
                 servers.forget()
                 if isinstance(error, MovedError):
                     servers.moved(error.slot_id, Address(error.host, error.port))
-            except (RedisConnectionError, RedisTimeout, OSError, TimeoutError):
+            except (RedisConnectionError, RedisTimeout, OSError, TimeoutError) as error:
                 servers.forget()
-                raise
+                unsent = isinstance(error, NotConnected)
+                if attempt == _MOVES or not unsent or await servers.locate(tag) == address:
+                    raise
+                continue
             await asyncio.sleep(_MOVE_S * 2**attempt)
         raise AssertionError("unreachable")
 
