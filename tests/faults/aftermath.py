@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pydantic import SecretStr
-from redis.asyncio import Redis
-
 from shared import protocol
-from shared.connection import connect
+from shared.connection import Fixed
 from shared.keys import GROUP, Keys
 from shared.protocol import Usage, WorkerRecord
 from shared.registry import Registry
-from shared.settings import RedisSettings
+from tests.support.client import client_of
 from tests.support.waiting import until
 
 KEYS = Keys()
@@ -48,7 +45,7 @@ class Inspector:
     """Looks into the queue, past gateways and workers."""
 
     def __init__(self, url: str) -> None:
-        self.redis: Redis = connect(RedisSettings(redis_url=SecretStr(url)), name="inspector")
+        self.redis = client_of(url)
 
     async def close(self) -> None:
         await self.redis.aclose()
@@ -74,7 +71,7 @@ class Inspector:
 
     async def workers(self) -> dict[str, WorkerRecord]:
         """Return the registered workers."""
-        snapshot = await Registry(self.redis, KEYS).snapshot()
+        snapshot = await Registry(Fixed(self.redis), KEYS).snapshot()
         return {one.id: one for one in snapshot.workers}
 
     async def job_ids(self) -> list[str]:

@@ -39,8 +39,8 @@ class TcpProxy:
 
     @classmethod
     def to(cls, url: str) -> Self:
-        """Return a proxy to the server of a `redis://` URL."""
-        parts = urlsplit(url)
+        """Return a proxy to the server of a `redis://` URL, of several to the first."""
+        parts = urlsplit(url.partition(",")[0])
         assert parts.hostname is not None
         assert parts.port is not None
         return cls(parts.hostname, parts.port)
