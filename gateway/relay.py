@@ -15,8 +15,9 @@ from typing import NamedTuple
 import msgspec
 
 from shared.errors import Diverged, HeadraceError, JobLost, QueueUnavailable, RequestTimeout
+from shared.outcomes import LogPage
 from shared.protocol import End, Envelope, Head, Item, open_message
-from shared.transitions import LOG_PAGE, LogPage
+from shared.queries import LOG_PAGE
 
 SILENCE_S = 1.0
 MAX_SILENCE_S = 5.0

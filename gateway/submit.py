@@ -22,9 +22,10 @@ from shared.errors import (
     UnknownJob,
 )
 from shared.keys import Keys, is_job_id
+from shared.outcomes import Attached
 from shared.protocol import Job
 from shared.subscribers import Subscribers
-from shared.transitions import Attached, Transitions
+from shared.transitions import Transitions
 
 _FULL_RETRY_S = (2, 12)
 """Spread, so that those who were refused together don't come back together."""

@@ -8,8 +8,9 @@ from typing import Literal
 
 from shared.errors import UnknownJob
 from shared.keys import is_job_id
+from shared.outcomes import CancelOutcome
 from shared.protocol import Usage
-from shared.transitions import CancelOutcome, Transitions
+from shared.transitions import Transitions
 
 _FIRST_POLL_S = 0.002
 _MAX_POLL_S = 0.25

@@ -232,6 +232,13 @@ class Connections:
             await asyncio.sleep(_MOVE_S * 2**attempt)
         raise AssertionError("unreachable")
 
+    async def everywhere(self) -> dict[str, Redis]:
+        """Return a client for each server that has keys, by where it is."""
+        if self._servers is None:
+            return {str(self.location): self._client(None, "")}
+        await self._servers.locate("")
+        return {str(one): self._client(one, "") for one in sorted(self._servers.addresses)}
+
     async def _drop_gone(self, addresses: Collection[Address]) -> None:
         """Close the connections to servers that have no keys any more."""
         for place in [one for one in self._clients if one[0] not in addresses]:

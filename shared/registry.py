@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from shared import protocol
+from shared.border import translated
 from shared.connection import Clients, clients_of
 from shared.keys import REGISTRY, Keys
 from shared.protocol import ModelRecord, WorkerRecord
 from shared.scripts import Script
-from shared.transitions import translated
 
 T = TypeVar("T")
 

@@ -50,12 +50,15 @@ _ASKED_SHARE = 1 / 3
 """Of the time-out, for one Sentinel or node: one that is frozen must not use up all of it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Address:
     """A server's host and TCP port."""
 
     host: str
     port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Location:
 
     def __str__(self) -> str:
         """Say where it is, without logins."""
-        hosts = ",".join(f"{one.host}:{one.port}" for one in self.seeds)
+        hosts = ",".join(map(str, self.seeds))
         return f"{hosts}/{self.service}" if self.service else hosts or self.path
 
 

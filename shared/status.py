@@ -8,11 +8,11 @@ from typing import Any
 from redis.asyncio import Redis
 
 from shared import protocol
+from shared.border import translated
 from shared.connection import Clients
 from shared.keys import LANES, Keys, tag_of
 from shared.protocol import Usage
 from shared.scripts import Script
-from shared.transitions import translated
 
 COUNTED = 10_000
 """Highest place in a lane that is counted out."""

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import NoScriptError
 
 from shared import protocol
+from shared.border import translated
 from shared.connection import Clients, clients_of
 from shared.errors import (
     Cancelled,
     HeadraceError,
-    LanesLost,
     Poisoned,
-    QueueFull,
-    QueueUnavailable,
     RequestTimeout,
-    TransitionFailed,
 )
-from shared.keys import GROUP, LANES, Keys, hash_tag, tag_of
-from shared.outcomes import Adopted as Adopted
-from shared.outcomes import Append as Append
-from shared.outcomes import Attached as Attached
-from shared.outcomes import CancelOutcome as CancelOutcome
-from shared.outcomes import Claimed as Claimed
-from shared.outcomes import Finish as Finish
-from shared.outcomes import Left as Left
-from shared.outcomes import LogPage as LogPage
-from shared.outcomes import Readers as Readers
-from shared.outcomes import Submitted as Submitted
-from shared.outcomes import Verdict as Verdict
+from shared.keys import GROUP, tag_of
+from shared.outcomes import (
+    Adopted,
+    Append,
+    Attached,
+    CancelOutcome,
+    Claimed,
+    Finish,
+    Left,
+    Submitted,
+    Verdict,
+)
 from shared.protocol import End, Frame, Job
-from shared.scripts import NAMES, Script
+from shared.queries import Queries
 
 MAX_TIMEOUT_S = 24 * 3600
 """The longest that a job may wait and run."""
@@ -42,8 +38,6 @@ LANE_TTL_MS = 7 * 24 * 3600 * 1000
 EARLY_CANCEL_TTL_MS = 60_000
 DEAD_LENGTH = 1000
 """Jobs that are kept in a pool's dead-letter."""
-LOG_PAGE = 200
-"""Log entries read at once."""
 
 T = TypeVar("T")
 
@@ -62,61 +56,8 @@ _END_BODIES: dict[Reason, bytes] = {
 _POISONED_BODY = _end_body("failed", Poisoned)
 
 
-@asynccontextmanager
-async def translated() -> AsyncIterator[None]:
-    """Turn the driver's errors into the project's, once, at the border."""
-    try:
-        yield
-    except OutOfMemoryError as error:
-        raise QueueFull("The queue's memory is full. Try again later.") from error
-    except ResponseError as error:
-        text = str(error)
-        if "NOGROUP" in text:
-            raise LanesLost from error
-        # A server's own refusals begin with a code in capitals: READONLY, LOADING, MISCONF...
-        if "@user_script" in text and not text.split(maxsplit=1)[0].isupper():
-            raise TransitionFailed(f"A step in the queue failed: {text}") from error
-        raise QueueUnavailable from error
-    except (RedisError, OSError, TimeoutError) as error:
-        raise QueueUnavailable from error
-    except RuntimeError as error:
-        # uvloop's word for a connection that was lost a moment ago and that the driver didn't miss.
-        if "closed" not in str(error):
-            raise
-        raise QueueUnavailable from error
-
-
-class Transitions:
-    """Typed calls of the scripts on one connection pool. Raises `QueueUnavailable`, `QueueFull`."""
-
-    def __init__(
-        self,
-        redis: Redis | Clients,
-        keys: Keys,
-        *,
-        result_ttl_s: float,
-        max_strikes: int = 2,
-        shebang: bool = True,
-    ) -> None:
-        self._clients = clients_of(redis)
-        self._keys = keys
-        self._result_ttl_ms = int(result_ttl_s * 1000)
-        self._max_strikes = max_strikes
-        self._scripts = {
-            name: Script(name, shebang=shebang, sharded=self._clients.sharded) for name in NAMES
-        }
-
-    async def _call(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        script = self._scripts[name]
-        return await self._at(hash_tag(keys[0]), lambda redis: script(redis, keys, args))
-
-    async def _at(self, job_tag: str, operation: Callable[[Redis], Awaitable[T]]) -> T:
-        async with translated():
-            return await self._clients.run(job_tag, operation)
-
-    def _lanes(self, job_id: str, lane: str) -> list[str]:
-        job_tag = tag_of(job_id)
-        return [self._keys.lane(job_tag, lane), self._keys.returned(job_tag, lane)]
+class Transitions(Queries):
+    """Typed calls of the scripts. Raises `QueueUnavailable`, `QueueFull`, `TransitionFailed`."""
 
     async def submit(
         self, job: Job, *, limit: int, timeout_s: float, reader: str = ""
@@ -151,17 +92,6 @@ class Transitions:
         for job_tag in tags:
             await self._call("create_lanes", list(self._streams(job_tag)), [LANE_TTL_MS])
 
-    def _streams(
-        self, job_tag: str, lanes: Iterable[str] = LANES, *, returned: bool = True
-    ) -> dict[str, tuple[str, bool]]:
-        """Return stream → (lane, returned), in order of urgency: what was handed back first."""
-        streams = {}
-        for lane in lanes:
-            if returned:
-                streams[self._keys.returned(job_tag, lane)] = (lane, True)
-            streams[self._keys.lane(job_tag, lane)] = (lane, False)
-        return streams
-
     async def claim(
         self, job_tag: str, limits: dict[str, int], worker: str, *, returned: bool = True
     ) -> list[Claimed]:
@@ -179,37 +109,6 @@ class Transitions:
             lane, back = places[index - 1]
             claimed.append(Claimed(job_tag, lane, back, entry, job_id.decode()))
         return claimed
-
-    async def pending(
-        self, job_tag: str, *, worker: str | None = None, idle_s: float = 0
-    ) -> list[Claimed]:
-        """Return entries that are claimed: a worker's own, or those whose lease has lapsed."""
-
-        async def read(redis: Redis) -> list[Claimed]:
-            return [
-                Claimed(job_tag, lane, returned, entry, job_id)
-                for stream, (lane, returned) in self._streams(job_tag).items()
-                async for entry, job_id in self._held(redis, stream, worker, int(idle_s * 1000))
-            ]
-
-        return await self._at(job_tag, read)
-
-    async def _held(
-        self, redis: Redis, stream: str, worker: str | None, idle_ms: int
-    ) -> AsyncIterator[tuple[bytes, str]]:
-        """Yield the claimed entries of a stream, page by page, with their jobs."""
-        start = "-"
-        while True:
-            page: Any = await redis.xpending_range(
-                stream, GROUP, start, "+", LOG_PAGE, consumername=worker, idle=idle_ms or None
-            )
-            for one in page:
-                entry = one["message_id"]
-                rows: Any = await redis.xrange(stream, entry, entry)
-                yield entry, rows[0][1][b"j"].decode() if rows else ""
-            if len(page) < LOG_PAGE:
-                return
-            start = f"({page[-1]['message_id'].decode()}"
 
     async def wait_claim(
         self,
@@ -415,14 +314,6 @@ class Transitions:
         word = reply[0].decode()
         return Left(word, reply[1] / 1000 if word == "waiting" else 0)
 
-    async def readers(self, job_ids: Sequence[str]) -> list[Readers]:
-        """Return who reads the answers of jobs, which share one tag."""
-        names = [self._keys.job(job_id) for job_id in job_ids]
-        return [
-            Readers(tuple(found.decode().split()), over_ms >= 0)
-            for found, over_ms in await self._call("readers", names, [])
-        ]
-
     async def remember(
         self, digest: str, fingerprint: str, job_id: str, *, ttl_s: float, instead: str = ""
     ) -> str | None:
@@ -462,38 +353,3 @@ class Transitions:
             [job.id, adopted.owner, LANE_TTL_MS, int(blame)],
         )
         return bool(reply[0] == b"ok")
-
-    async def lane_of(self, job_id: str) -> str | None:
-        """Return the lane of a job, or None if there is no such job."""
-        key = self._keys.job(job_id)
-        lane: Any = await self._at(tag_of(job_id), lambda redis: redis.hget(key, "lane"))
-        return lane.decode() if lane else None
-
-    async def read_log(self, job_id: str, after: int, count: int = LOG_PAGE) -> LogPage:
-        """Read a page of a job's log behind a sequence number."""
-
-        async def read(redis: Redis) -> Any:
-            pipeline = redis.pipeline(transaction=False)
-            pipeline.xrange(self._keys.log(job_id), f"({after}-0", "+", count=count)
-            pipeline.hget(self._keys.job(job_id), "state")
-            return await pipeline.execute()
-
-        entries, state = await self._at(tag_of(job_id), read)
-        envelopes = [protocol.open_entry(entry, fields[b"f"]) for entry, fields in entries]
-        return LogPage(envelopes, state.decode() if state else None, len(entries) == count)
-
-    async def depths(self, job_tag: str) -> dict[str, int]:
-        """Return the number of jobs in each lane, queued and running."""
-        streams = self._streams(job_tag)
-
-        async def read(redis: Redis) -> Any:
-            pipeline = redis.pipeline(transaction=False)
-            for stream in streams:
-                pipeline.xlen(stream)
-            return await pipeline.execute()
-
-        lengths = await self._at(job_tag, read)
-        depths = dict.fromkeys(LANES, 0)
-        for (lane, _), length in zip(streams.values(), lengths, strict=True):
-            depths[lane] += length
-        return depths

@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from shared.border import translated
 from shared.connection import Clients
 from shared.errors import LanesLost, QueueUnavailable, Unavailable
 from shared.keys import LANES, tag
 from shared.logs import Log
-from shared.transitions import Adopted, Claimed, Transitions, translated
+from shared.outcomes import Adopted, Claimed
+from shared.transitions import Transitions
 from worker.engine.interface import Engine
 from worker.running import Running
 from worker.settings import WorkerSettings

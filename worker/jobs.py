@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 
 from shared.errors import EngineFailed, QueueUnavailable, WorkerLost
 from shared.logs import Log
+from shared.outcomes import Adopted
 from shared.protocol import End, Job
-from shared.transitions import Adopted, Transitions
+from shared.transitions import Transitions
 from worker.engine.interface import Engine
 from worker.metrics import WorkerMetrics
 from worker.publisher import Publisher

@@ -17,8 +17,9 @@ from shared import protocol
 from shared.errors import JobLost, QueueFull, QueueUnavailable, TransitionFailed
 from shared.keys import tag_of
 from shared.logs import Log
+from shared.outcomes import Adopted, Append, Finish, Verdict
 from shared.protocol import Delta, End, Frame, Head, Item
-from shared.transitions import Adopted, Append, Finish, Transitions, Verdict
+from shared.transitions import Transitions
 from worker.template import Template
 
 log = Log("publisher")

@@ -15,8 +15,9 @@ import msgspec
 
 from shared import protocol
 from shared.errors import Diverged
+from shared.outcomes import Adopted
 from shared.protocol import Delta
-from shared.transitions import Adopted, Transitions
+from shared.transitions import Transitions
 
 _MADE_UP = frozenset({"created", "system_fingerprint"})
 """Fields whose values are each attempt's own, and the same in all of its events."""

@@ -14,8 +14,8 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.logs import Log
+from shared.outcomes import Adopted
 from shared.protocol import Delta, End, Head, Usage
-from shared.transitions import Adopted
 from worker.engine.interface import CURRENT, Call, Engine, Message
 from worker.publisher import Outbox, Publisher
 from worker.resume import Past, Splice

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from shared.errors import LanesLost, QueueUnavailable
 from shared.keys import tags
 from shared.logs import Log
-from shared.transitions import Claimed, Transitions
+from shared.outcomes import Claimed
+from shared.transitions import Transitions
 from worker.presence import Presence
 from worker.settings import WorkerSettings
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import msgspec
+from redis.asyncio import Redis
 
 from shared import protocol
 from shared.admin.documents import Attempt
 from shared.admin.settings import AdminSettings
-from shared.connection import connect
-from shared.keys import Keys, tag, tag_of
+from shared.border import translated
+from shared.connection import Connections
+from shared.keys import REGISTRY, Keys, tag_of, tags
 from shared.protocol import Job, Usage
 from shared.registry import Registry, Snapshot
 from shared.scripts import Script
-from shared.transitions import Transitions, translated
+from shared.transitions import Transitions
+
+T = TypeVar("T")
 
 PEEKED_AT_ONCE = 10
 """The server copies a job's record, body included, to look at it."""
@@ -61,10 +65,10 @@ class Access:
 
     def __init__(self, settings: AdminSettings) -> None:
         self.settings = settings
-        self.redis = connect(settings, name="headrace-admin", connections=4)
+        self.clients = Connections(settings, name="headrace-admin", connections=4)
         self.keys = Keys(settings.key_prefix)
-        self.transitions = Transitions(self.redis, self.keys, result_ttl_s=settings.result_ttl_s)
-        self.registry = Registry(self.redis, self.keys)
+        self.transitions = Transitions(self.clients, self.keys, result_ttl_s=settings.result_ttl_s)
+        self.registry = Registry(self.clients, self.keys)
         self._peek = Script("peek")
 
     async def __aenter__(self) -> Self:
@@ -76,13 +80,17 @@ class Access:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.redis.aclose()
+        await self.clients.aclose()
+
+    async def at(self, job_tag: str, operation: Callable[[Redis], Awaitable[T]]) -> T:
+        """Do something where a tag's keys are."""
+        async with translated():
+            return await self.clients.run(job_tag, operation)
 
     async def now(self) -> float:
-        """Return the server's time, which is that of all jobs."""
-        async with translated():
-            seconds, micros = await self.redis.time()
-        return float(seconds) + float(micros) / 1e6
+        """Return a server's time: jobs are dated by that of their own, not by this machine's."""
+        told: Any = await self.at(REGISTRY, lambda redis: redis.time())
+        return float(told[0]) + float(told[1]) / 1e6
 
     async def pools(self, only: str | None = None) -> list[Pool]:
         """Return the pools that are known, or one of them. Raises `Refused`."""
@@ -108,15 +116,18 @@ class Access:
         by_tag: dict[str, list[str]] = {}
         for job_id in job_ids:
             by_tag.setdefault(tag_of(job_id), []).append(job_id)
-        for ids in by_tag.values():
+        for job_tag, ids in by_tag.items():
             for start in range(0, len(ids), PEEKED_AT_ONCE):
                 page = ids[start : start + PEEKED_AT_ONCE]
-                async with translated():
-                    replies = await self._peek(self.redis, [self.keys.job(i) for i in page], [])
+                replies = await self._peek_at(job_tag, page)
                 found.update(
                     {i: _peeked(flat) for i, flat in zip(page, replies, strict=True) if flat}
                 )
         return found
+
+    async def _peek_at(self, job_tag: str, job_ids: Sequence[str]) -> Any:
+        names = [self.keys.job(one) for one in job_ids]
+        return await self.at(job_tag, lambda redis: self._peek(redis, names, []))
 
 
 def pools_of(snapshot: Snapshot) -> list[Pool]:
@@ -126,10 +137,7 @@ def pools_of(snapshot: Snapshot) -> list[Pool]:
     told += [(one.pool, one.shards) for one in snapshot.workers if one.pool]
     for name, count in told:
         shards[name] = max(shards.get(name, 1), count)
-    return [
-        Pool(name, tuple(tag(name, shard) for shard in range(count)))
-        for name, count in sorted(shards.items())
-    ]
+    return [Pool(name, tuple(tags(name, count))) for name, count in sorted(shards.items())]
 
 
 def readable(record: bytes) -> Job | None:

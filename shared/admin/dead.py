@@ -15,9 +15,10 @@ from shared.admin.access import (
     readable,
 )
 from shared.admin.documents import DeadJob, DeadJobs, Purged, Requeued
+from shared.border import translated
 from shared.keys import is_job_id, new_job_id, tag_of
 from shared.scripts import Script
-from shared.transitions import LANE_TTL_MS, translated
+from shared.transitions import LANE_TTL_MS
 
 _peek = Script("peek_dead")
 _requeue = Script("requeue")

@@ -7,9 +7,9 @@ import time
 
 from shared.admin.access import Access, Refused
 from shared.admin.documents import Drained
+from shared.border import translated
 from shared.keys import tag
 from shared.protocol import WorkerRecord
-from shared.transitions import translated
 
 _LOOK_S = 0.2
 _REPEAT_S = 2.0

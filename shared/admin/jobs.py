@@ -11,10 +11,10 @@ from shared.admin import dead
 from shared.admin.access import Access, Peeked, Pool, Refused, attempts
 from shared.admin.documents import Cancelled, Error, Job, JobRow, Jobs, Times
 from shared.admin.lanes import PAGE, Place, Stream, claimed, position, streams, waiting
+from shared.border import translated
 from shared.cancelling import cancel_and_wait
 from shared.errors import UnknownJob
 from shared.keys import LANES, is_job_id, tag_of
-from shared.transitions import translated
 
 
 def unknown(job_id: str) -> Refused:

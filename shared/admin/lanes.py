@@ -15,8 +15,8 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import ResponseError
 
 from shared.admin.access import Access, Pool
+from shared.border import translated
 from shared.keys import GROUP, LANES
-from shared.transitions import translated
 
 PAGE = 100
 COUNTED = 10_000

@@ -7,10 +7,10 @@ from typing import Any
 from shared.admin.access import Access, Pool, pools_of, wall_age
 from shared.admin.documents import Dead, Lane, Model, Server, Status, Worker
 from shared.admin.lanes import Place, Stream, streams, waiting
+from shared.border import translated
 from shared.keys import LANES
 from shared.protocol import WorkerRecord
 from shared.registry import Snapshot
-from shared.transitions import translated
 
 _FULL = 0.9
 """Share of the server's memory above which status warns."""

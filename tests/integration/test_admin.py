@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from shared.admin.__main__ import main
 from shared.connection import connect
 from shared.keys import Keys, new_job_id, tag
+from shared.outcomes import Adopted, Append, Finish, Submitted
 from shared.protocol import (
     End,
     Frame,
@@ -29,7 +30,7 @@ from shared.protocol import (
 )
 from shared.registry import Registry
 from shared.settings import RedisSettings
-from shared.transitions import Adopted, Append, Finish, Submitted, Transitions
+from shared.transitions import Transitions
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
 

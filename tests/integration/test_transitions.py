@@ -11,9 +11,10 @@ from redis.asyncio import Redis
 
 from shared.connection import connect
 from shared.keys import GROUP, LANES, Keys, new_job_id
+from shared.outcomes import Adopted, Append, Claimed, Finish, Submitted, Verdict
 from shared.protocol import NOBODY, End, Frame, Job, Usage, decode_frame, encode, open_message
 from shared.settings import RedisSettings
-from shared.transitions import Adopted, Append, Claimed, Finish, Submitted, Transitions, Verdict
+from shared.transitions import Transitions
 from tests.support.valkey import ValkeyServer
 from tests.wire.records import TAG, make_job
 

@@ -13,10 +13,11 @@ from redis.asyncio import Redis
 from shared.connection import connect, connect_blocking
 from shared.errors import LanesLost, QueueFull, QueueUnavailable
 from shared.keys import Keys
+from shared.outcomes import Adopted, Append, Finish, Verdict
 from shared.protocol import End, Frame, ModelRecord, WorkerRecord, encode
 from shared.registry import Registry
 from shared.settings import RedisSettings
-from shared.transitions import Adopted, Append, Finish, Transitions, Verdict
+from shared.transitions import Transitions
 from tests.support.proxy import TcpProxy
 from tests.support.valkey import ValkeyServer
 from tests.wire.records import TAG, make_job

@@ -12,10 +12,11 @@ from pydantic import SecretStr
 from shared import protocol
 from shared.connection import connect
 from shared.keys import LANES, Keys, tag
+from shared.outcomes import Adopted, Append, Finish, Verdict
 from shared.protocol import End, Frame, Head, Item, ModelRecord, Usage, WorkerRecord
 from shared.registry import Registry
 from shared.settings import RedisSettings
-from shared.transitions import Adopted, Append, Finish, Transitions, Verdict
+from shared.transitions import Transitions
 
 SSE = "text/event-stream; charset=utf-8"
 DONE = (b"data: [DONE]\n\n",)

@@ -12,8 +12,9 @@ from redis.asyncio import Redis
 
 from shared.connection import Clients, Fixed
 from shared.errors import LanesLost, QueueFull, QueueUnavailable
+from shared.outcomes import Adopted, Claimed
 from shared.protocol import Job
-from shared.transitions import Adopted, Claimed, Transitions
+from shared.transitions import Transitions
 from tests.unit.engines import ScriptedEngine
 from tests.unit.test_publisher import Server
 from tests.wire.records import TAG, make_job

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from gateway.cancels import Canceller
 from shared.errors import QueueUnavailable
-from shared.transitions import CancelOutcome, Transitions
+from shared.outcomes import CancelOutcome
+from shared.transitions import Transitions
 from tests.support.waiting import until
 
 

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shared.errors import LanesLost, QueueFull, QueueUnavailable
+from shared.outcomes import Adopted
 from shared.protocol import ModelRecord, WorkerRecord
 from shared.registry import Registry
-from shared.transitions import Adopted, Transitions
+from shared.transitions import Transitions
 from tests.unit.engines import ScriptedEngine
 from tests.unit.test_running import make_run
 from worker.engine.interface import Load, Model

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shared.errors import QueueFull, QueueUnavailable
+from shared.outcomes import Adopted, Append, Claimed, Finish, Verdict
 from shared.protocol import End, Frame, Head, Usage, decode_frame, encode
-from shared.transitions import Adopted, Append, Claimed, Finish, Transitions, Verdict
+from shared.transitions import Transitions
 from tests.wire.records import TAG, make_job
 from worker.publisher import OUTBOX_BYTES, PART_BYTES, Outbox, Publisher
 

@@ -9,8 +9,8 @@ import pytest
 from gateway.relay import JobStream, Part
 from shared import protocol
 from shared.errors import Diverged, HeadraceError, JobLost, QueueUnavailable, RequestTimeout
+from shared.outcomes import LogPage
 from shared.protocol import End, Envelope, Frame, Head
-from shared.transitions import LogPage
 
 COMPLETED = Frame(end=End(outcome="completed"))
 
