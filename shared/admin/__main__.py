@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 from enum import IntEnum
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -23,7 +22,9 @@ from shared.admin.drain import drain
 from shared.admin.layout import clean
 from shared.admin.settings import AdminSettings
 from shared.admin.status import status
+from shared.connection import reason
 from shared.errors import HeadraceError, QueueFull, QueueUnavailable
+from shared.servers import parse
 from shared.settings import read
 
 
@@ -99,10 +100,8 @@ def _fail(args: argparse.Namespace, code: Exit, error_code: str, message: str) -
 
 def _unreachable(settings: AdminSettings, error: HeadraceError) -> str:
     """Say which server, without its password, and what the driver said of it."""
-    url = urlsplit(settings.redis_url.get_secret_value())
-    place = f"{url.hostname}:{url.port or 6379}" if url.hostname else url.path
-    cause = " ".join(str(error.__cause__ or error.message).split())
-    return f"the queue at {place} cannot be used: {cause}"
+    place = parse(settings.redis_url.get_secret_value())
+    return f"the queue at {place} cannot be used: {reason(error)}"
 
 
 def _json(document: Record) -> str:

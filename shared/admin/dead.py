@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
+
+from redis.asyncio import Redis
 
 from shared.admin.access import (
     PEEKED_AT_ONCE,
@@ -15,7 +18,6 @@ from shared.admin.access import (
     readable,
 )
 from shared.admin.documents import DeadJob, DeadJobs, Purged, Requeued
-from shared.border import translated
 from shared.keys import is_job_id, new_job_id, tag_of
 from shared.scripts import Script
 from shared.transitions import LANE_TTL_MS
@@ -32,8 +34,7 @@ async def _read(access: Access, job_tag: str, limit: int) -> AsyncGenerator[Row,
     start = "-"
     while limit > 0:
         count = min(limit, PEEKED_AT_ONCE)
-        async with translated():
-            page = await _peek(access.redis, [access.keys.dead(job_tag)], [start, count])
+        page = await _peek_at(access, job_tag, start, count)
         for row in page:
             yield row
         if len(page) < count:
@@ -42,10 +43,16 @@ async def _read(access: Access, job_tag: str, limit: int) -> AsyncGenerator[Row,
         start = f"({page[-1][0].decode()}"
 
 
+async def _peek_at(access: Access, job_tag: str, start: str, count: int) -> list[Row]:
+    key = access.keys.dead(job_tag)
+    page: list[Row] = await access.at(job_tag, lambda redis: _peek(redis, [key], [start, count]))
+    return page
+
+
 async def _look(access: Access, job_id: str) -> Row | None:
     if is_job_id(job_id):
-        length = await _length(access, tag_of(job_id))
-        async with aclosing(_read(access, tag_of(job_id), length)) as rows:
+        count = await length(access, tag_of(job_id))
+        async with aclosing(_read(access, tag_of(job_id), count)) as rows:
             async for row in rows:
                 if row[1].decode() == job_id:
                     return row
@@ -65,9 +72,10 @@ async def holds(access: Access, job_id: str) -> bool:
     return await _look(access, job_id) is not None
 
 
-async def _length(access: Access, job_tag: str) -> int:
-    async with translated():
-        return int(await access.redis.xlen(access.keys.dead(job_tag)))
+async def length(access: Access, job_tag: str) -> int:
+    """Return how many jobs are in a shard's dead-letter."""
+    key = access.keys.dead(job_tag)
+    return int(await access.at(job_tag, lambda redis: redis.xlen(key)))
 
 
 async def listing(access: Access, *, pool: str | None, limit: int) -> DeadJobs:
@@ -77,7 +85,7 @@ async def listing(access: Access, *, pool: str | None, limit: int) -> DeadJobs:
     total = 0
     for one in await access.pools(pool):
         for job_tag in one.tags:
-            total += await _length(access, job_tag)
+            total += await length(access, job_tag)
             async for row in _read(access, job_tag, limit - len(found)):
                 found.append(_job(row, one.name, now))
     return DeadJobs(jobs=found, total=total)
@@ -119,21 +127,18 @@ async def requeue(access: Access, job_id: str, timeout_s: float) -> Requeued:
         raise Refused(f"the record of job `{job_id}` can't be read here", "unreadable")
     job_tag, keys = tag_of(job_id), access.keys
     new_id = new_job_id(job_tag)
-    async with translated():
-        reply = await _requeue(
-            access.redis,
-            [keys.job(new_id), keys.lane(job_tag, job.lane), keys.dead(job_tag)],
-            [
-                row[0],
-                new_id,
-                job.lane,
-                int(timeout_s * 1000),
-                int(access.settings.result_ttl_s * 1000),
-                LANE_TTL_MS,
-                job.model,
-                int(job.stream),
-            ],
-        )
+    names = [keys.job(new_id), keys.lane(job_tag, job.lane), keys.dead(job_tag)]
+    args = [
+        row[0],
+        new_id,
+        job.lane,
+        int(timeout_s * 1000),
+        int(access.settings.result_ttl_s * 1000),
+        LANE_TTL_MS,
+        job.model,
+        int(job.stream),
+    ]
+    reply = await access.at(job_tag, lambda redis: _requeue(redis, names, args))
     if reply[0] == b"unreadable":
         raise Refused(f"the record of job `{job_id}` can't be read here", "unreadable")
     if reply[0] != b"queued":
@@ -141,19 +146,24 @@ async def requeue(access: Access, job_id: str, timeout_s: float) -> Requeued:
     return Requeued(id=new_id, was=job_id, pool=await access.pool_of(job_tag), lane=job.lane)
 
 
+async def _empty(redis: Redis, key: str) -> int:
+    """Delete a stream and return how long it was."""
+    pipeline = redis.pipeline(transaction=True)
+    pipeline.xlen(key)
+    pipeline.unlink(key)
+    return int((await pipeline.execute())[0])
+
+
 async def purge(access: Access, job_id: str | None, *, pool: str | None) -> Purged:
     """Forget a job of the dead-letter, or all of them, or all of a pool."""
     if job_id is not None:
         row = await _find(access, job_id)
-        async with translated():
-            gone = await access.redis.xdel(access.keys.dead(tag_of(job_id)), row[0])
+        job_tag = tag_of(job_id)
+        key = access.keys.dead(job_tag)
+        gone = await access.at(job_tag, lambda redis: redis.xdel(key, row[0]))
         return Purged(purged=int(gone))
     purged = 0
     for one in await access.pools(pool):
         for job_tag in one.tags:
-            async with translated():
-                pipeline = access.redis.pipeline(transaction=True)
-                pipeline.xlen(access.keys.dead(job_tag))
-                pipeline.unlink(access.keys.dead(job_tag))
-                purged += (await pipeline.execute())[0]
+            purged += await access.at(job_tag, partial(_empty, key=access.keys.dead(job_tag)))
     return Purged(purged=purged)

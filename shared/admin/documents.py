@@ -63,8 +63,11 @@ class Dead(Record, frozen=True, kw_only=True):
 
 
 class Server(Record, frozen=True, kw_only=True):
-    """The queue's server."""
+    """One of the queue's servers."""
 
+    address: str
+    reached: bool
+    """What follows is empty where it isn't."""
     name: str
     version: str
     used_memory: int
@@ -80,7 +83,8 @@ class Status(Record, frozen=True, kw_only=True):
     workers: list[Worker]
     models: list[Model]
     dead: list[Dead]
-    server: Server
+    servers: list[Server]
+    """One, or a cluster's primaries."""
     warnings: list[str]
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from redis.asyncio import Redis
 
 from shared.admin.access import Access, Refused
 from shared.admin.documents import Drained
-from shared.border import translated
-from shared.keys import tag
+from shared.errors import QueueUnavailable
+from shared.keys import tags
 from shared.protocol import WorkerRecord
 
 _LOOK_S = 0.2
@@ -47,8 +52,14 @@ async def _find(access: Access, worker_id: str) -> WorkerRecord | None:
 async def _ask(access: Access, record: WorkerRecord) -> bool:
     """Send `drain` on the worker's channel of each tag; whether anybody listened."""
     heard = 0
-    async with translated():
-        for shard in range(record.shards):
-            channel = access.keys.control(tag(record.pool, shard), record.id)
-            heard += await access.redis.publish(channel, "drain")
+    command = "SPUBLISH" if access.clients.sharded else "PUBLISH"
+    for one in tags(record.pool, record.shards):
+        publish = partial(_publish, command=command, channel=access.keys.control(one, record.id))
+        with suppress(QueueUnavailable):  # The worker listens on all, and one is enough.
+            heard += await access.at(one, publish)
     return heard > 0
+
+
+async def _publish(redis: Redis, command: str, channel: str) -> int:
+    heard: Any = await redis.execute_command(command, channel, "drain")  # type: ignore[no-untyped-call]
+    return int(heard)

@@ -6,12 +6,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from redis.asyncio import Redis
+
 from shared import protocol
 from shared.admin import dead
 from shared.admin.access import Access, Peeked, Pool, Refused, attempts
 from shared.admin.documents import Cancelled, Error, Job, JobRow, Jobs, Times
 from shared.admin.lanes import PAGE, Place, Stream, claimed, position, streams, waiting
-from shared.border import translated
 from shared.cancelling import cancel_and_wait
 from shared.errors import UnknownJob
 from shared.keys import LANES, is_job_id, tag_of
@@ -124,14 +125,16 @@ async def show(access: Access, job_id: str) -> Job:
 
 async def _log(access: Access, job_id: str, *, ended: bool) -> tuple[int, Error | None, int]:
     """Return the length of a job's log, the error in its terminal frame and the job's TTL."""
-    async with translated():
-        pipeline = access.redis.pipeline(transaction=False)
+
+    async def read(redis: Redis) -> Any:
+        pipeline = redis.pipeline(transaction=False)
         pipeline.xlen(access.keys.log(job_id))
         pipeline.pttl(access.keys.job(job_id))
-        frames, ttl_ms = await pipeline.execute()
-        if not ended:
-            return frames, None, ttl_ms  # What is last may hold a part of the answer.
-        last: Any = await access.redis.xrevrange(access.keys.log(job_id), count=1)
+        # What is last while it runs may hold a part of the answer.
+        last = await redis.xrevrange(access.keys.log(job_id), count=1) if ended else None
+        return *await pipeline.execute(), last
+
+    frames, ttl_ms, last = await access.at(tag_of(job_id), read)
     if not last:
         return frames, None, ttl_ms
     end = protocol.decode_frame(protocol.open_entry(last[0][0], last[0][1][b"f"]).body).end

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import ResponseError
 
 from shared.admin.access import Access, Pool
-from shared.border import translated
+from shared.errors import QueueUnavailable
 from shared.keys import GROUP, LANES
 
 PAGE = 100
@@ -28,6 +30,7 @@ class Stream:
     """One of the two streams of one lane of one shard, at one moment."""
 
     key: str
+    tag: str
     pool: str
     lane: str
     returned: bool
@@ -57,9 +60,15 @@ class Place:
 
 
 async def streams(
-    access: Access, pools: Sequence[Pool], lanes: Sequence[str] = LANES
+    access: Access,
+    pools: Sequence[Pool],
+    lanes: Sequence[str] = LANES,
+    away: set[str] | None = None,
 ) -> list[Stream]:
-    """Return the streams of lanes, in the order in which their entries are claimed."""
+    """Return the streams of lanes, in the order in which their entries are claimed.
+
+    With `away` those of shards that can't be reached, unless none can, are missing; it tells them.
+    """
     places = [
         (pool.name, lane, job_tag, returned)
         for lane in lanes
@@ -67,23 +76,40 @@ async def streams(
         for job_tag in pool.tags
         for returned in (True, False)
     ]
+    wanted: dict[str, list[str]] = {}
+    for _, lane, job_tag, returned in places:
+        key = access.keys.returned if returned else access.keys.lane
+        wanted.setdefault(job_tag, []).append(key(job_tag, lane))
+    told: dict[str, list[Any]] = {}
+    for job_tag, keys in wanted.items():
+        try:
+            told[job_tag] = await access.at(job_tag, partial(_sizes, keys=keys))
+        except QueueUnavailable:
+            if away is None or len(away) + 1 == len(wanted):
+                raise
+            away.add(job_tag)
     found: list[Stream] = []
-    async with translated():
-        pipeline = access.redis.pipeline(transaction=False)
-        keys = []
-        for _, lane, job_tag, returned in places:
-            key = access.keys.returned if returned else access.keys.lane
-            keys.append(key(job_tag, lane))
-            pipeline.xlen(keys[-1])
-            pipeline.xinfo_groups(keys[-1])
-        replies = await _replies(pipeline)
-    for index, (pool, lane, _, returned) in enumerate(places):
-        length, groups = replies[2 * index] or 0, replies[2 * index + 1] or []
+    for pool, lane, job_tag, returned in places:
+        if job_tag not in told:
+            continue
+        length, groups = told[job_tag].pop(0)
         claimed, delivered = _group(groups)
         before = 0 if returned else found[-1].queued
-        key_name = keys[index]
-        found.append(Stream(key_name, pool, lane, returned, length, claimed, delivered, before))
+        key_name = wanted[job_tag].pop(0)
+        found.append(
+            Stream(key_name, job_tag, pool, lane, returned, length, claimed, delivered, before)
+        )
     return found
+
+
+async def _sizes(redis: Redis, keys: Sequence[str]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return the length and the groups of streams."""
+    pipeline = redis.pipeline(transaction=False)
+    for key in keys:
+        pipeline.xlen(key)
+        pipeline.xinfo_groups(key)
+    replies = await _replies(pipeline)
+    return [(replies[at] or 0, replies[at + 1] or []) for at in range(0, len(replies), 2)]
 
 
 async def _replies(pipeline: Pipeline) -> list[Any]:
@@ -109,13 +135,18 @@ def _group(groups: list[dict[str, Any]]) -> tuple[int, str]:
     return 0, "0-0"
 
 
+async def _page(access: Access, stream: Stream, start: str, end: str, count: int) -> Any:
+    return await access.at(
+        stream.tag, lambda redis: redis.xrange(stream.key, start, end, count=count)
+    )
+
+
 async def waiting(access: Access, stream: Stream, limit: int) -> AsyncGenerator[Place, None]:
     """Yield the first entries that wait, in order."""
     position, start = stream.before, f"({stream.delivered}"
     while limit > 0:
         count = min(limit, PAGE)
-        async with translated():
-            page: Any = await access.redis.xrange(stream.key, start, "+", count=count)
+        page = await _page(access, stream, start, "+", count)
         for entry, fields in page:
             position += 1
             yield Place(stream, entry, fields[b"j"].decode(), position=position)
@@ -125,18 +156,23 @@ async def waiting(access: Access, stream: Stream, limit: int) -> AsyncGenerator[
         start = f"({page[-1][0].decode()}"
 
 
+async def _held(redis: Redis, key: str, start: str, count: int) -> tuple[list[Any], list[Any]]:
+    """Return a page of the claimed entries, and of each what it holds."""
+    pipeline = redis.pipeline(transaction=False)
+    pipeline.xpending_range(key, GROUP, start, "+", count)
+    page = (await _replies(pipeline))[0] or []
+    for one in page:
+        pipeline.xrange(key, one["message_id"], one["message_id"])
+    return page, await _replies(pipeline) if page else []
+
+
 async def claimed(access: Access, stream: Stream, limit: int) -> AsyncGenerator[Place, None]:
     """Yield the first entries that workers hold, oldest first."""
     start = "-"
     while limit > 0:
         count = min(limit, PAGE)
-        async with translated():
-            pipeline = access.redis.pipeline(transaction=False)
-            pipeline.xpending_range(stream.key, GROUP, start, "+", count)
-            page = (await _replies(pipeline))[0] or []
-            for one in page:
-                pipeline.xrange(stream.key, one["message_id"], one["message_id"])
-            rows = await _replies(pipeline) if page else []
+        read = partial(_held, key=stream.key, start=start, count=count)
+        page, rows = await access.at(stream.tag, read)
         for one, row in zip(page, rows, strict=True):
             if row:
                 worker = one["consumer"].decode()
@@ -151,8 +187,7 @@ async def position(access: Access, stream: Stream, entry: str) -> int | None:
     """Return the place of an entry in its lane; None if it doesn't wait or waits too far back."""
     counted, start = 0, f"({stream.delivered}"
     while counted < COUNTED:
-        async with translated():
-            page: Any = await access.redis.xrange(stream.key, start, entry, count=PAGE * 10)
+        page = await _page(access, stream, start, entry, PAGE * 10)
         counted += len(page)
         if page and page[-1][0].decode() == entry:
             return stream.before + counted

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from redis.asyncio import Redis
+
+from shared.admin import dead
 from shared.admin.access import Access, Pool, pools_of, wall_age
 from shared.admin.documents import Dead, Lane, Model, Server, Status, Worker
 from shared.admin.lanes import Place, Stream, streams, waiting
 from shared.border import translated
+from shared.errors import QueueUnavailable
 from shared.keys import LANES
 from shared.protocol import WorkerRecord
 from shared.registry import Snapshot
@@ -17,23 +21,24 @@ _FULL = 0.9
 
 
 async def status(access: Access) -> Status:
-    """Read the registry, the lanes and the server."""
+    """Read the registry, the lanes and the servers."""
     snapshot = await access.registry.snapshot()
     pools = pools_of(snapshot)
-    lanes = await _lanes(access, pools)
-    server = await _server(access)
+    away: set[str] = set()
+    lanes = await _lanes(access, pools, away)
+    servers = await _servers(access)
     return Status(
         lanes=lanes,
         workers=[_worker(one) for one in snapshot.workers],
         models=_models(snapshot),
-        dead=await _dead(access, pools),
-        server=server,
-        warnings=_warnings(lanes, snapshot, server),
+        dead=await _dead(access, pools, away),
+        servers=servers,
+        warnings=_warnings(lanes, snapshot, servers, away),
     )
 
 
-async def _lanes(access: Access, pools: list[Pool]) -> list[Lane]:
-    found = await streams(access, pools)
+async def _lanes(access: Access, pools: list[Pool], away: set[str]) -> list[Lane]:
+    found = await streams(access, pools, away=away)
     now = await access.now()
     lanes = []
     for pool in pools:
@@ -93,36 +98,52 @@ def _models(snapshot: Snapshot) -> list[Model]:
     ]
 
 
-async def _dead(access: Access, pools: list[Pool]) -> list[Dead]:
+async def _dead(access: Access, pools: list[Pool], away: set[str]) -> list[Dead]:
     counts = []
     for pool in pools:
-        async with translated():
-            lengths = [await access.redis.xlen(access.keys.dead(one)) for one in pool.tags]
+        lengths = [await dead.length(access, one) for one in pool.tags if one not in away]
         counts.append(Dead(pool=pool.name, jobs=sum(lengths)))
     return counts
 
 
-async def _server(access: Access) -> Server:
+async def _servers(access: Access) -> list[Server]:
     async with translated():
-        told: dict[str, Any] = await access.redis.info("server")
-        memory: dict[str, Any] = await access.redis.info("memory")
+        clients = await access.clients.everywhere()
+    return [await _server(address, redis) for address, redis in clients.items()]
+
+
+async def _server(address: str, redis: Redis) -> Server:
+    told: dict[str, Any] = {}
+    reached = True
+    try:
+        async with translated():
+            told = {**await redis.info("server"), **await redis.info("memory")}
+    except QueueUnavailable:
+        reached = False
     return Server(
-        name=str(told.get("server_name", "redis")),
+        address=address,
+        reached=reached,
+        name=str(told.get("server_name", "redis")) if reached else "",
         version=str(told.get("valkey_version") or told.get("redis_version", "")),
-        used_memory=int(memory.get("used_memory", 0)),
-        maxmemory=int(memory.get("maxmemory", 0)),
-        maxmemory_policy=str(memory.get("maxmemory_policy", "")),
+        used_memory=int(told.get("used_memory", 0)),
+        maxmemory=int(told.get("maxmemory", 0)),
+        maxmemory_policy=str(told.get("maxmemory_policy", "")),
     )
 
 
-def _warnings(lanes: list[Lane], snapshot: Snapshot, server: Server) -> list[str]:
-    found = []
-    if server.maxmemory_policy != "noeviction":
+def _warnings(
+    lanes: list[Lane], snapshot: Snapshot, servers: list[Server], away: set[str]
+) -> list[str]:
+    found = [f"the server at {one.address} cannot be reached" for one in servers if not one.reached]
+    if away:
+        found.append(f"jobs of {len(away)} shards are not shown: their server cannot be reached")
+    reached = [one for one in servers if one.reached]
+    for policy in sorted({one.maxmemory_policy for one in reached} - {"noeviction"}):
         found.append(
-            f"maxmemory-policy is {server.maxmemory_policy or 'unknown'}: the server may throw "
+            f"maxmemory-policy is {policy or 'unknown'}: the server may throw "
             "jobs away; set it to noeviction"
         )
-    if server.maxmemory and server.used_memory > _FULL * server.maxmemory:
+    if any(one.maxmemory and one.used_memory > _FULL * one.maxmemory for one in reached):
         found.append(f"more than {_FULL:.0%} of the server's memory is in use")
     serving = {one.pool for one in snapshot.ready()}
     for pool in sorted({one.pool for one in lanes if one.queued} - serving):

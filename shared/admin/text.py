@@ -16,6 +16,7 @@ from shared.admin.documents import (
     Purged,
     Record,
     Requeued,
+    Server,
     Status,
 )
 from shared.admin.layout import duration, facts, heading, moment, size, table
@@ -23,8 +24,6 @@ from shared.protocol import Usage
 
 
 def status(document: Status) -> str:
-    server = document.server
-    limit = f" of {size(server.maxmemory)}" if server.maxmemory else ", no limit"
     lanes = [
         (one.pool, one.lane, one.queued, one.running, duration(one.oldest_s))
         for one in document.lanes
@@ -49,8 +48,7 @@ def status(document: Status) -> str:
     ]
     worker_columns = ("id", "pool", "state", "seats", "running", "waiting", "kv", "version", "age")
     parts = [
-        f"{server.name} {server.version}, memory {size(server.used_memory)}{limit}, "
-        f"maxmemory-policy {server.maxmemory_policy or 'unknown'}\n",
+        *map(_server, document.servers),
         *(f"warning: {one}\n" for one in document.warnings),
         heading("Lanes"),
         table(("pool", "lane", "queued", "running", "oldest"), lanes),
@@ -62,6 +60,17 @@ def status(document: Status) -> str:
         table(("pool", "jobs"), [(one.pool, one.jobs) for one in document.dead]),
     ]
     return "".join(parts)
+
+
+def _server(server: Server) -> str:
+    if not server.reached:
+        return f"{server.address}: cannot be reached\n"
+    limit = f" of {size(server.maxmemory)}" if server.maxmemory else ", no limit"
+    return (
+        f"{server.address}: {server.name} {server.version}, "
+        f"memory {size(server.used_memory)}{limit}, "
+        f"maxmemory-policy {server.maxmemory_policy or 'unknown'}\n"
+    )
 
 
 def jobs(document: Jobs) -> str:

@@ -229,17 +229,19 @@ async def test_status_counts_lanes_workers_models_and_the_dead(queue: Queue) -> 
     (model,) = status["models"]
     assert (model["name"], model["workers"], model["max_model_len"]) == (POOL, 1, 2048)
     assert status["dead"] == [{"pool": POOL, "jobs": 1}]
-    assert status["server"]["name"] == "valkey"
-    assert status["server"]["version"][0].isdigit()
-    assert status["server"]["used_memory"] > 0
-    assert status["server"]["maxmemory_policy"] == "noeviction"
+    (server_told,) = status["servers"]
+    assert server_told["reached"]
+    assert server_told["name"] == "valkey"
+    assert server_told["version"][0].isdigit()
+    assert server_told["used_memory"] > 0
+    assert server_told["maxmemory_policy"] == "noeviction"
     assert status["warnings"] == []
 
 
 async def test_status_as_text(queue: Queue) -> None:
     await queue.submit()
     shown = await queue.text("status")
-    assert re.match(r"valkey [\d.]+, memory [\d.]+ MiB, no limit, maxmemory-policy noev", shown)
+    assert re.match(r"127.0.0.1:\d+: valkey [\d.]+, memory [\d.]+ MiB, no limit, maxmemory-policy noev", shown)
     assert re.search(r"^tiny +interactive +1 +0 +0\.\ds$", shown, re.MULTILINE)
     assert re.search(r"^w1 +tiny +ready +8 +3 +1 +26% +0\.1\.0 simulated +1m", shown, re.MULTILINE)
     assert "warning" not in shown
