@@ -20,7 +20,7 @@ from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.presence import Presence
 from gateway.relay import JobStream
-from gateway.requests import KeyedRequests
+from gateway.keyed import KeyedRequests
 from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
