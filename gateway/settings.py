@@ -36,6 +36,8 @@ class GatewaySettings(RedisSettings):
     """Highest time limit that `X-Request-Timeout` can ask for."""
     submit_timeout_s: Annotated[float, Field(gt=0, le=60)] = 1.8
     """Longest wait for the queue to take a job; above it 503."""
+    redis_replicas: int = Field(0, ge=0, le=16)
+    """Replicas that must have a job before it counts as accepted; with fewer, 503."""
     first_byte_grace_s: Seconds = 5
     """How long a stream's status waits for the engine's before it becomes 200."""
     keepalive_s: Seconds = 10

@@ -132,7 +132,12 @@ class Submitter:
     ) -> None:
         try:
             submitted = await self._transitions.submit(
-                job, limit=limit, timeout_s=timeout_s, reader=stream.reader
+                job,
+                limit=limit,
+                timeout_s=timeout_s,
+                reader=stream.reader,
+                replicas=self._settings.redis_replicas,
+                wait_s=self._settings.redis_timeout_s / 2,
             )
             if submitted.verdict == "known":
                 await self._attach(stream)

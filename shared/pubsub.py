@@ -50,6 +50,7 @@ class _Link(asyncio.Protocol):
         self._subscriber = subscriber
         self._reader = hiredis.Reader()
         self.transport: asyncio.Transport | None = None
+        self.at: Address | None = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.heard_at = asyncio.get_running_loop().time()
 
@@ -182,6 +183,8 @@ class Subscriber:
                 await asyncio.wait([link.lost], timeout=PING_EVERY_S)
                 if loop.time() - link.heard_at > self._dead_after_s:
                     raise TimeoutError(f"nothing heard for {self._dead_after_s:g} s")
+                if self._servers is not None and await self._servers.locate(self._tag) != link.at:
+                    raise ConnectionResetError("another server is the master now")
         finally:
             if self._link is not None:
                 self.reconnects += 1
@@ -222,6 +225,7 @@ class Subscriber:
             _, link = await loop.create_connection(
                 lambda: _Link(self), at.host, at.port, ssl=self._tls
             )
+            link.at = at
         return link
 
     async def _greet(self, link: _Link) -> None:

@@ -7,9 +7,9 @@
 | `redis+sentinel://[[user]:password@]host[:port],.../service[/db]` | Sentinel's master |
 | `redis+cluster://[[user]:password@]host[:port],...` | a cluster |
 
-`rediss…` is the same over TLS, with the options `ssl_*` of redis-py behind a `?`: `ssl_ca_certs`,
-`ssl_certfile` and so on. Sentinels may have a login of their own: `sentinel_username`,
-`sentinel_password`.
+Sentinel is asked at every connect and every second. `rediss…` is the same over TLS, with the options
+`ssl_*` of redis-py behind a `?`: `ssl_ca_certs`, `ssl_certfile` and so on. Sentinels may have a login
+of their own: `sentinel_username`, `sentinel_password`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 from binascii import crc_hqx
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -46,6 +47,8 @@ _TLS_OPTIONS = frozenset(
 )
 _SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 _CERT_REQS = ("none", "optional", "required")
+MASTER_S = 1.0
+"""How long to believe in a master: one that was replaced goes on taking writes, which are lost."""
 _ASKED_SHARE = 1 / 3
 """Of the time-out, for one Sentinel or node: one that is frozen must not use up all of it."""
 
@@ -178,6 +181,8 @@ class Servers:
             "retry": Retry(NoBackoff(), 0),
         }
         self._reading = asyncio.Lock()
+        self._asked_at = 0.0
+        self._refreshing: asyncio.Task[None] | None = None
         self._nodes = list(location.seeds)
         """Whom to ask: Sentinels, or a cluster's nodes. The last one that answered first."""
         self._primaries: list[tuple[int, int, Address]] = []
@@ -208,6 +213,8 @@ class Servers:
                 if (address := self.known(tag)) is None:
                     await (self._read_slots() if self.sharded else self._read_master())
                     address = self.known(tag)
+        elif not self.sharded:
+            self._refresh()
         if address is None:
             raise QueueUnavailable from RedisError("the cluster has no node for this slot")
         return address
@@ -216,6 +223,18 @@ class Servers:
         """Ask again: something has moved."""
         self._primaries = []
         self._moved = {}
+
+    def _refresh(self) -> None:
+        """Ask Sentinel now and then, with nobody waiting for it."""
+        now = asyncio.get_running_loop().time()
+        if now - self._asked_at >= MASTER_S and not self._reading.locked():
+            self._asked_at = now
+            self._refreshing = asyncio.create_task(self._read_master_again())
+
+    async def _read_master_again(self) -> None:
+        async with self._reading:
+            with suppress(QueueUnavailable):
+                await self._read_master()
 
     def moved(self, place: int, address: Address) -> None:
         """Take a primary's word for where a slot is."""
@@ -251,6 +270,7 @@ class Servers:
         command = "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service
         _, (host, port) = await self._ask(self._location.sentinel, *command)
         self._primaries = [(0, SLOTS - 1, Address(host.decode(), int(port)))]
+        self._asked_at = asyncio.get_running_loop().time()
 
     async def _read_slots(self) -> None:
         node, rows = await self._ask(self._location.login, "CLUSTER", "SLOTS")

@@ -15,6 +15,7 @@ from shared.errors import (
     Cancelled,
     HeadraceError,
     Poisoned,
+    QueueUnavailable,
     RequestTimeout,
 )
 from shared.keys import GROUP, tag_of
@@ -60,31 +61,46 @@ class Transitions(Queries):
     """Typed calls of the scripts. Raises `QueueUnavailable`, `QueueFull`, `TransitionFailed`."""
 
     async def submit(
-        self, job: Job, *, limit: int, timeout_s: float, reader: str = ""
+        self,
+        job: Job,
+        *,
+        limit: int,
+        timeout_s: float,
+        reader: str = "",
+        replicas: int = 0,
+        wait_s: float = 1,
     ) -> Submitted:
         """Put a job into its lane unless the lane holds `limit` jobs, queued and running.
 
         With a `reader` the job lives while it, or another one, is there, and for its patience.
+        Where fewer `replicas` than these have it within `wait_s`, `QueueUnavailable` is raised, and
+        it is there all the same.
         """
         keys = self._keys
-        reply = await self._call(
-            "submit",
-            [keys.job(job.id), keys.lane(tag_of(job.id), job.lane), keys.cancel(job.id)],
-            [
-                job.id,
-                protocol.encode(job),
-                job.lane,
-                limit,
-                int(timeout_s * 1000),
-                self._result_ttl_ms,
-                LANE_TTL_MS,
-                job.model,
-                int(job.stream),
-                reader,
-                -1 if job.patience_s is None else int(job.patience_s * 1000),
-            ],
-        )
+        names = [keys.job(job.id), keys.lane(tag_of(job.id), job.lane), keys.cancel(job.id)]
+        args: list[Any] = [
+            job.id,
+            protocol.encode(job),
+            job.lane,
+            limit,
+            int(timeout_s * 1000),
+            self._result_ttl_ms,
+            LANE_TTL_MS,
+            job.model,
+            int(job.stream),
+            reader,
+            -1 if job.patience_s is None else int(job.patience_s * 1000),
+        ]
+        if replicas:
+            calls, wait = [("submit", names, args)], (replicas, int(wait_s * 1000))
+            reply, had = await self._at(
+                tag_of(job.id), lambda redis: self._pipelined(redis, calls, wait)
+            )
+        else:
+            reply, had = await self._call("submit", names, args), 0
         verdict = reply[0].decode()
+        if had < replicas and verdict in ("queued", "known"):
+            raise QueueUnavailable("The queue has too few copies of its data. Try again later.")
         return Submitted(verdict, entries=reply[1] if verdict == "full" else 0)
 
     async def create_lanes(self, tags: Iterable[str]) -> None:
@@ -207,13 +223,22 @@ class Transitions(Queries):
         return verdicts, ended
 
     async def _pipelined(
-        self, redis: Redis, calls: Sequence[tuple[str, Sequence[str], Sequence[Any]]]
+        self,
+        redis: Redis,
+        calls: Sequence[tuple[str, Sequence[str], Sequence[Any]]],
+        wait: tuple[int, int] | None = None,
     ) -> list[Any]:
-        """Call scripts in one round trip. Raises the first error that one of them answered."""
+        """Call scripts in one round trip. Raises the first error that one of them answered.
+
+        `wait`: then wait until so many replicas have all of it, for so many ms; their number comes
+        last.
+        """
         for _ in range(2):
             pipeline = redis.pipeline(transaction=False)
             for name, keys, args in calls:
                 self._scripts[name].add(pipeline, keys, args)
+            if wait is not None:
+                pipeline.execute_command("WAIT", *wait)
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             if not any(isinstance(reply, NoScriptError) for reply in replies):
                 break

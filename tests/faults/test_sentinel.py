@@ -10,7 +10,7 @@ import pytest
 from shared.errors import Diverged, JobLost, QueueUnavailable, WorkerLost
 from tests.faults.clients import EXACT
 from tests.faults.scene import STREAMED, Row, Scene
-from tests.support.sentinel import Watched
+from tests.support.sentinel import SERVICE, Watched
 from tests.support.valkey import ValkeyServer
 
 Stage = Callable[..., Scene]
@@ -47,6 +47,19 @@ async def test_master_frozen(stage: Stage) -> None:
         await asyncio.to_thread(watched.wait_failover, old)
         await asyncio.sleep(7)
         old.resume()
+        await scene.prove()
+
+
+async def test_planned_failover(stage: Stage) -> None:
+    """The old master goes on taking writes for seconds; they are lost, and sent again."""
+    row = Row("Sentinel: SENTINEL FAILOVER, the old master goes on", stall_s=4.0)
+    watched = Watched()
+    async with stage(row, gateways=2, workers=2, server=watched) as scene:
+        scene.send(mix=STREAMED, tokens=240)
+        await scene.flowing()
+        old = watched.master
+        watched.sentinel.command("SENTINEL", "FAILOVER", SERVICE)
+        await asyncio.to_thread(watched.wait_failover, old)
         await scene.prove()
 
 

@@ -12,14 +12,16 @@ from tests.support.valkey import ValkeyServer
 SERVICE = "queue"
 
 
-def sentinel_of(master: ValkeyServer, *, down_after_ms: int) -> ValkeyServer:
+def sentinel_of(
+    master: ValkeyServer, *, down_after_ms: int = 800, port: int | None = None
+) -> ValkeyServer:
     """Return a Sentinel that watches a master from its start on, and decides alone."""
     watch = [
         f"sentinel monitor {SERVICE} {master.host} {master.port} 1",
         f"sentinel down-after-milliseconds {SERVICE} {down_after_ms}",
         f"sentinel failover-timeout {SERVICE} 3000",
     ]
-    return ValkeyServer("--sentinel", config="\n".join(watch) + "\n")
+    return ValkeyServer("--sentinel", port=port, config="\n".join(watch) + "\n")
 
 
 class Watched:
