@@ -7,9 +7,9 @@
 | `redis+sentinel://[[user]:password@]host[:port],.../service[/db]` | Sentinel's master |
 | `redis+cluster://[[user]:password@]host[:port],...` | a cluster |
 
-Sentinel is asked at every connect and every second. `rediss…` is the same over TLS, with the options
-`ssl_*` of redis-py behind a `?`: `ssl_ca_certs`, `ssl_certfile` and so on. Sentinels may have a login
-of their own: `sentinel_username`, `sentinel_password`.
+Sentinel is asked at every connect and every second. `rediss…` is the same over TLS, with redis-py's
+options `ssl_*` behind a `?`: `ssl_ca_certs`, `ssl_certfile` and so on. Sentinels may have a login of
+their own: `sentinel_username`, `sentinel_password`.
 """
 
 from __future__ import annotations
