@@ -8,8 +8,8 @@
 | `redis+cluster://[[user]:password@]host[:port],...` | a cluster |
 
 Sentinel is asked at every connect and every second. `rediss…` is the same over TLS, with redis-py's
-options `ssl_*` behind a `?`: `ssl_ca_certs`, `ssl_certfile` and so on. Sentinels may have a login of
-their own: `sentinel_username`, `sentinel_password`.
+options `ssl_*` behind a `?`: `ssl_ca_certs`, `ssl_certfile` and so on. Sentinels may have a login
+of their own: `sentinel_username`, `sentinel_password`.
 """
 
 from __future__ import annotations
