@@ -241,7 +241,9 @@ async def test_status_counts_lanes_workers_models_and_the_dead(queue: Queue) -> 
 async def test_status_as_text(queue: Queue) -> None:
     await queue.submit()
     shown = await queue.text("status")
-    assert re.match(r"127.0.0.1:\d+: valkey [\d.]+, memory [\d.]+ MiB, no limit, maxmemory-policy noev", shown)
+    assert re.match(
+        r"127.0.0.1:\d+: valkey [\d.]+, memory [\d.]+ MiB, no limit, maxmemory-policy noev", shown
+    )
     assert re.search(r"^tiny +interactive +1 +0 +0\.\ds$", shown, re.MULTILINE)
     assert re.search(r"^w1 +tiny +ready +8 +3 +1 +26% +0\.1\.0 simulated +1m", shown, re.MULTILINE)
     assert "warning" not in shown

@@ -10,9 +10,10 @@ import pytest
 
 from shared.connection import connect
 from shared.keys import Keys, new_job_id
+from shared.outcomes import Adopted, Left, Readers
 from shared.protocol import Job
 from shared.settings import RedisSettings
-from shared.transitions import Adopted, Left, Readers, Transitions
+from shared.transitions import Transitions
 from tests.support.valkey import ValkeyServer
 from tests.wire.records import TAG, make_job
 
