@@ -14,6 +14,7 @@ from typing import NoReturn
 import uvicorn
 
 from gateway.app import Application, create_app
+from gateway.bounded import bounded
 from gateway.settings import GatewaySettings
 from shared import logs, settings
 from shared.logs import Log
@@ -60,7 +61,7 @@ def build_server(config: GatewaySettings) -> Server:
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http="httptools",
+            http=bounded(config.max_header_bytes),
             ws="none",
             lifespan="on",
             log_config=None,

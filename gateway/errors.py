@@ -56,6 +56,13 @@ class BrokenOff(Draining):
     """This server is shutting down. The request goes on: come back for its answer."""
 
 
+class HeadTooLarge(InvalidRequest):
+    """The request's headers are too large."""
+
+    code = "headers_too_large"
+    status = 431
+
+
 class IdempotencyConflict(InvalidRequest):
     """This `Idempotency-Key` was sent before with another request."""
 

@@ -16,11 +16,11 @@ from gateway.errors import Overloaded
 from gateway.events import Numbering
 from gateway.exchange import Exchange, exchange_of
 from gateway.jobs import Jobs
+from gateway.keyed import KeyedRequests
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.presence import Presence
 from gateway.relay import JobStream
-from gateway.keyed import KeyedRequests
 from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter

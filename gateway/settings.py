@@ -28,6 +28,8 @@ class GatewaySettings(RedisSettings):
     """This gateway's name in jobs and log lines."""
     max_body_bytes: Bytes = 32 << 20
     """Largest request body; above it 413."""
+    max_header_bytes: Bytes = 64 << 10
+    """Largest request target and headers; above it 431."""
     body_timeout_s: Seconds = 60
     """Longest wait for a request's body."""
     request_timeout_s: Seconds = 600

@@ -1,0 +1,82 @@
+"""What a client sends is bounded: heads, one by one, and bodies, all together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.support import sse
+from tests.support.gateway import pool
+from tests.support.valkey import ValkeyServer
+from tests.support.waiting import until
+
+WHOLE = {"model": "tiny", "messages": []}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"x-long": "x" * 20_000},
+        {f"x-{number}": "x" * 100 for number in range(200)},
+    ],
+    ids=["one long", "many"],
+)
+async def test_head_that_is_too_large(valkey: ValkeyServer, head: dict[str, str]) -> None:
+    async with pool(valkey.url, max_header_bytes=8192) as (gateway, worker):
+        response, body = await sse.fetch(gateway.chat, WHOLE, headers=head)
+        assert response.status == 431
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
+        assert await worker.job_ids() == []
+        fitting = {name: value[:40] for name, value in list(head.items())[:100]}
+        response, _ = await sse.fetch(f"{gateway.url}/healthz", headers=fitting)
+        assert response.status == 200
+
+
+async def test_head_without_an_end(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, max_header_bytes=8192) as (gateway, _):
+        wire = await sse.connect(gateway.url)
+        await wire.send(b"GET /healthz HTTP/1.1\r\nx-endless: ")
+        for _ in range(17):  # The last one is one too many.
+            await asyncio.sleep(0.002)
+            await wire.send(b"x" * 1000)
+        response = await sse.read_head(wire)
+        assert response.status == 431
+        await response.body()
+        wire.close()
+
+
+async def test_connection_that_is_kept_is_counted_anew(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, max_header_bytes=8192) as (gateway, _):
+        wire = await sse.connect(gateway.url)
+        headers = {"x-some": "x" * 3000}
+        for _ in range(6):
+            await wire.send(sse.request_bytes(f"{gateway.url}/healthz", headers=headers))
+            response = await sse.read_head(wire)
+            assert response.status == 200
+            await response.body()
+        wire.close()
+
+
+async def test_bodies_together_are_bounded(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, max_pending_body_bytes=1 << 20) as (gateway, worker):
+        padded = {**WHOLE, "user": "x" * 400_000}
+        request = sse.request_bytes(gateway.chat, padded)
+        begun = [await sse.connect(gateway.url) for _ in range(2)]
+        for wire in begun:
+            await wire.send(request[:-10])
+        bodies = gateway.gateway.bodies
+        await until(lambda: bodies.taken > 790_000, "two bodies are being read")
+        response, body = await sse.fetch(gateway.chat, padded)
+        assert (response.status, json.loads(body)["error"]["code"]) == (503, "overloaded")
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        assert await worker.job_ids() == []
+        begun[0].close()
+        await until(lambda: bodies.taken < 500_000, "what a client leaves is given back")
+        await begun[1].send(request[-10:])
+        job = await worker.take()
+        await job.whole(b"{}")
+        assert (await sse.read_head(begun[1])).status == 200
+        assert bodies.taken == 0
+        begun[1].close()
