@@ -135,11 +135,16 @@ class Cluster:
         owner = self.owner(tag)
         return next(one for one in self.primaries if one is not owner)
 
-    def move(self, tag: str, to: ValkeyServer) -> int:
-        """Move a tag's slot by hand, key by key; return the number of keys."""
+    def open_move(self, tag: str, to: ValkeyServer) -> None:
+        """Begin to move a tag's slot: its keys may be here or there from now on."""
         place, source = slot(tag), self.owner(tag)
         to.command("CLUSTER", "SETSLOT", place, "IMPORTING", node_id(source))
         source.command("CLUSTER", "SETSLOT", place, "MIGRATING", node_id(to))
+
+    def move(self, tag: str, to: ValkeyServer) -> int:
+        """Move a tag's slot by hand, key by key; return the number of keys."""
+        place, source = slot(tag), self.owner(tag)
+        self.open_move(tag, to)
         moved = 0
         while keys := source.command("CLUSTER", "GETKEYSINSLOT", place, 10):
             source.command("MIGRATE", to.host, to.port, "", 0, 5000, "KEYS", *keys)
