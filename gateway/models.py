@@ -56,8 +56,12 @@ class Models:
         said = ""
         while True:
             try:
-                self._snapshot = await self._registry.snapshot()
-                await self._read_depths(self._snapshot)
+                snapshot = await self._registry.snapshot()
+                try:
+                    # Before the first request is sent to a shard that is away.
+                    await self._read_depths(snapshot)
+                finally:
+                    self._snapshot = snapshot
                 self.reachable = True
                 if said:
                     log.info("queue.reached")
