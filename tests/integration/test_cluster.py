@@ -20,10 +20,12 @@ from shared.admin.drain import drain
 from shared.admin.settings import AdminSettings
 from shared.admin.status import status
 from shared.connection import Connections
-from shared.keys import REGISTRY, Keys, hash_tag, tags
+from shared.keys import REGISTRY, Keys, hash_tag, new_job_id, tags
+from shared.protocol import Job
 from shared.servers import SLOTS, slot
 from shared.settings import RedisSettings
 from shared.subscribers import IDLE_TAGS, Subscribers
+from shared.transitions import Transitions
 from tests.faults.clients import EXACT, Client
 from tests.integration.test_pubsub import Ear
 from tests.support import sse
@@ -205,6 +207,25 @@ async def test_tags_from_outside_do_not_add_up(cluster: Cluster) -> None:
         ]
         assert sum(listed) <= IDLE_TAGS + 2
         assert cluster.command("kept", "SPUBLISH", "{kept}:0", "x") == 1
+
+
+async def test_a_reader_that_still_listens_is_not_thought_to_have_gone(cluster: Cluster) -> None:
+    keys = Keys("listening")
+    job = Job(id=new_job_id(TAGS[0]), path="/", body=b"", model="tiny", lane="batch", patience_s=0)
+    async with connections(cluster.url) as redis, subscribers(cluster.url) as subscriber:
+        transitions = Transitions(redis, keys, result_ttl_s=10)
+        await transitions.submit(job, limit=9, timeout_s=60, reader="g/1")
+        ear = Ear()
+        await subscriber.subscribe(keys.channel(job.id), ear)
+        left = await transitions.leave(job.id, job.lane, ["g/1"], doubtful=True)
+        assert left.word == "read"
+        subscriber.unsubscribe(keys.channel(job.id), ear)
+
+        async def gone() -> bool:
+            left = await transitions.leave(job.id, job.lane, ["g/1"], doubtful=True)
+            return left.word == "queued"
+
+        await until(gone, "nobody listens")
 
 
 # Pools
