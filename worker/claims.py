@@ -18,6 +18,7 @@ from shared.connection import Clients
 from shared.errors import LanesLost, QueueUnavailable, Unavailable
 from shared.keys import LANES, tag
 from shared.logs import Log
+from shared.outage import Outage
 from shared.outcomes import Adopted, Claimed
 from shared.transitions import Transitions
 from worker.engine.interface import Engine
@@ -112,20 +113,22 @@ class Claims:
     async def run(self) -> None:
         """Claim until stopped."""
         delay_s = 0.0
+        outage = Outage(log, "queue.unreachable", "queue.reached", shard=self._shard)
         while not self._stopping:
             try:
                 if self._unsure:
                     await self._recover()
+                    outage.over()
                 await self._turn()
                 delay_s = 0.0
             except LanesLost:
                 log.warning("lanes.lost")
                 self._unsure = True
                 await asyncio.sleep(0.05)
-            except Unavailable:
+            except Unavailable as error:
                 self._unsure = True
                 delay_s = min(max(delay_s * 2, 0.1), 1.0)
-                log.warning("queue.unreachable", retry_in_s=delay_s)
+                outage.note(error)
                 await asyncio.sleep(delay_s)
 
     async def _recover(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from shared.errors import LanesLost, Unavailable
 from shared.keys import tag_of
 from shared.logs import Log
+from shared.outage import Outage
 from shared.protocol import ModelRecord, WorkerRecord
 from shared.registry import Registry
 from shared.transitions import Transitions
@@ -44,6 +45,7 @@ class Presence:
         self._registry = registry
         self._transitions = transitions
         self._running = running
+        self._outage = Outage(log, "beat.failed", "beat.resumed")
         self._now = asyncio.Event()
         self.stalled = asyncio.Event()
         """Set when the engine has work and has made no step for `stall_s`."""
@@ -74,12 +76,13 @@ class Presence:
                     # leases of the others.
                     await _all(self._beat_jobs(), self._announce())
                 self._sound_since = self._sound_since or time.monotonic()
+                self._outage.over()
             except LanesLost:
                 self._sound_since = None
                 log.warning("beat.lanes_lost")
             except Unavailable as error:
                 self._sound_since = None
-                log.warning("beat.failed", error=error.code)
+                self._outage.note(error)
             self.on_beat()
             try:
                 async with asyncio.timeout(self._settings.beat_s):

@@ -17,6 +17,7 @@ from shared import protocol
 from shared.errors import JobLost, QueueFull, QueueUnavailable, TransitionFailed
 from shared.keys import tag_of
 from shared.logs import Log
+from shared.outage import Outage
 from shared.outcomes import Adopted, Append, Finish, Verdict
 from shared.protocol import Delta, End, Frame, Head, Item
 from shared.transitions import Transitions
@@ -274,6 +275,7 @@ class Writer:
 
     def __init__(self, transitions: Transitions) -> None:
         self._transitions = transitions
+        self._outage = Outage(log, "publish.failed", "publish.resumed")
         self._dirty: dict[Outbox, None] = {}
         self._wake = asyncio.Event()
         self.calls = 0
@@ -320,9 +322,10 @@ class Writer:
                 await self._isolate(outboxes, error)
                 return
             except (QueueUnavailable, QueueFull) as error:
-                log.warning("publish.failed", error=error.code, jobs=len(outboxes))
+                self._outage.note(error, jobs=len(outboxes))
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, 1.0)
+        self._outage.over()
         self.calls += 1
         self.frames += sum(len(append.bodies) for _, append in pairs) + len(ends)
         for (outbox, _), verdict in zip(pairs, verdicts, strict=True):

@@ -18,6 +18,7 @@ from shared.connection import Connections
 from shared.errors import QueueUnavailable
 from shared.keys import Keys
 from shared.logs import Log
+from shared.outage import Outage
 from shared.outcomes import Claimed
 from shared.registry import Registry
 from shared.subscribers import Subscribers
@@ -129,12 +130,14 @@ class Worker:
     async def _reach_queue(self) -> bool:
         """Wait for the queue; False if stopped meanwhile."""
         delay_s = 0.5
+        outage = Outage(log, "queue.unreachable", "queue.reached")
         while not self._stop.is_set():
             try:
                 await self._registry.snapshot()
+                outage.over()
                 return True
-            except QueueUnavailable:
-                log.warning("queue.unreachable", retry_in_s=delay_s)
+            except QueueUnavailable as error:
+                outage.note(error)
                 await first(self._stop.wait(), timeout_s=delay_s)
                 delay_s = min(delay_s * 2, 5.0)
         return False
