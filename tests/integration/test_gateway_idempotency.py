@@ -6,10 +6,12 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator
+from hashlib import sha1
 from typing import Any
 
 import pytest
 
+from shared.scripts import source
 from tests.integration.test_resume import STREAM, WHOLE, Bench, answer, benched
 from tests.support import sse
 from tests.support.fake_worker import DONE
@@ -141,15 +143,22 @@ async def test_lost_reply_to_the_submission_is_made_up_for(valkey: ValkeyServer)
         )
         async with bad:
             bench.gateways.append(bad)
-            proxy.cut_after(b"interactive", times=1)
+            first = asking(bench, "first", at=2)  # So that the server knows the script.
+            await (await bench.worker.take()).stream(b"x")
+            await first
+            before = set(await bench.worker.job_ids())
+            proxy.cut_after(sha1(source("submit").encode()).hexdigest().encode(), times=1)
             response, body = await ask(bench, "k", at=2)
             assert (response.status, code_of(body)) == (503, "queue_unavailable")
+            await until(lambda: not bad.gateway.canceller.pending, "it has been cleaned up after")
+            (submitted,) = set(await bench.worker.job_ids()) - before
             again = asking(bench, "k", at=1)
             job = await bench.worker.take()
+            assert job.job.id == submitted
             await job.stream(b"x")
             response, _ = await again
             assert (response.status, response.headers["x-job-id"]) == (200, job.job.id)
-            assert len(await bench.worker.job_ids()) == 1
+            assert len(await bench.worker.job_ids()) == 2
             bench.gateways.pop()
 
 
