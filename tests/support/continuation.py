@@ -52,7 +52,7 @@ class Row:
     fields: Mapping[str, Any] = field(default_factory=dict)
     says: str = STORY
     path: str = CHAT
-    tokens: int = 32
+    tokens: int = 20
 
     @property
     def body(self) -> dict[str, Any]:
@@ -65,7 +65,11 @@ class Row:
 
 ROWS = [
     Row("chat"),
-    Row("tool call, `tool_choice: required`", {"tools": [WEATHER], "tool_choice": "required"}),
+    Row(
+        "tool call, `tool_choice: required`",
+        {"tools": [WEATHER], "tool_choice": "required"},
+        tokens=32,
+    ),
     Row(
         "tool call, a named function",
         {
@@ -91,13 +95,13 @@ ROWS = [
     Row("repetition penalty", {"repetition_penalty": 1.4}),
     Row("a stop string", {"stop": ["fox"], "include_stop_str_in_output": False}),
     Row("a stop string that is said", {"stop": ["fox"], "include_stop_str_in_output": True}),
-    Row("stop tokens", {"stop_token_ids": [30, 6450]}),
+    Row("stop tokens", {"stop_token_ids": [30, 6450]}, tokens=24),
     Row(
         "characters of several tokens",
         {},
         "Repeat: \U0001f98a\U0001f525\U0001f409 \u65e5\u672c\u8a9e \u0e20\u0e32\u0e29\u0e32",
     ),
-    Row("`min_tokens`", {"min_tokens": 20}, "What is the capital of France?"),
+    Row("`min_tokens`", {"min_tokens": 14}, "What is the capital of France?"),
     Row("`bad_words`", {"bad_words": ["fox", "the", "a"]}),
     Row(
         "`logit_bias` and `allowed_token_ids`",
@@ -206,7 +210,7 @@ def text_of(events: list[bytes]) -> str:
     return "".join(said)
 
 
-async def at_once(*tellings: Any, limit: int = 8) -> list[Any]:
+async def at_once(*tellings: Any, limit: int = 16) -> list[Any]:
     """Await several, a few at a time."""
     room = asyncio.Semaphore(limit)
 

@@ -31,14 +31,14 @@ CARRIED = frozenset(
     "length_penalty".split()
 )
 
-OFF: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-    "echo": (False,),
-    "suffix": ("",),
+OFF: Mapping[str, object] = {
+    "n": 1,
+    "best_of": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "use_beam_search": False,
+    "echo": False,
+    "suffix": "",
 }
 """Fields that must be as if they weren't there. None always is."""
 
@@ -57,8 +57,9 @@ def continuable(path: str, body: bytes) -> bool:
     for name, value in fields.items():
         if value is None or name in CARRIED:
             continue
-        # `True == 1`, but vLLM takes it for one, too.
-        if name not in OFF or value not in OFF[name]:
+        off = OFF.get(name)
+        # Of the same type: `"logprobs": 0` isn't False, it asks a completion for some.
+        if type(value) is not type(off) or value != off:
             return False
     return one_prompt(fields)
 
@@ -69,7 +70,9 @@ def is_text_chat(fields: dict[str, Any]) -> bool:
     if not isinstance(messages, list):
         return False
     for message in messages:
-        content = message.get("content") if isinstance(message, dict) else message
+        if not isinstance(message, dict):
+            return False
+        content = message.get("content")
         if isinstance(content, list):
             if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
                 return False
