@@ -60,6 +60,7 @@ class Gateway:
         )
         registry = Registry(self.redis, keys)
         self.models = Models(settings, registry, self.transitions, self.metrics)
+        self.models.on_deserted = self._give_up
         self.sweeper = Sweeper()
         # Not the gateway's id alone: another process may take that up again.
         own_name = f"{settings.gateway_id}-{secrets.token_hex(4)}"
@@ -112,6 +113,12 @@ class Gateway:
         for answer in tuple(self.sweeper.swept):
             if isinstance(answer, RelayedAnswer):
                 answer.cut()
+
+    def _give_up(self, job_tags: frozenset[str]) -> None:
+        """End what waits for workers that are gone and that nobody replaces."""
+        for answer in tuple(self.sweeper.swept):
+            if isinstance(answer, RelayedAnswer):
+                answer.give_up(job_tags)
 
     async def close(self) -> None:
         """Let the last cancels through and close the connections."""

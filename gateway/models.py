@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -48,6 +49,10 @@ class Models:
         self._depths: set[tuple[str, str]] = set()
         self._away: frozenset[str] = frozenset()
         """Tags whose server could not be reached at the last reading."""
+        self._deserted: dict[str, float] = {}
+        """Pool → since when it has no worker, by the loop's clock."""
+        self.on_deserted: Callable[[frozenset[str]], None] = lambda _: None
+        """Called with the tags of pools that have had no worker for too long, at each reading."""
         self.reachable = False
         """Whether the last reading succeeded."""
 
@@ -62,6 +67,7 @@ class Models:
                     await self._read_depths(snapshot)
                 finally:
                     self._snapshot = snapshot
+                self._note_deserted(snapshot)
                 self.reachable = True
                 if said:
                     log.info("queue.reached")
@@ -76,6 +82,20 @@ class Models:
                     log.error("registry.unreadable", error=str(error))
                 said = "registry_unreadable"
             await asyncio.sleep(self._settings.registry_refresh_s)
+
+    def _note_deserted(self, snapshot: Snapshot) -> None:
+        """See which pools have lost all their workers. One that starts may be any pool's."""
+        now = asyncio.get_running_loop().time()
+        pools = {record.pool: record.shards for record in snapshot.models.values()}
+        if any(worker.state == "starting" for worker in snapshot.workers):
+            pools = {}
+        for worker in snapshot.workers:
+            pools.pop(worker.pool, None)
+        self._deserted = {pool: self._deserted.get(pool, now) for pool in pools}
+        wait_s = self._settings.no_worker_wait_s
+        late = [pool for pool, since in self._deserted.items() if now - since >= wait_s]
+        if late:
+            self.on_deserted(frozenset(one for pool in late for one in tags(pool, pools[pool])))
 
     async def _read_depths(self, snapshot: Snapshot) -> None:
         """Set the gauges: all lanes of all pools whose models are known."""

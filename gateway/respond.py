@@ -24,7 +24,16 @@ from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
 from gateway.sweeper import Sweeper
 from gateway.wire import Wire
-from shared.errors import AnswerTooLarge, Diverged, Draining, EngineFailed, HeadraceError
+from shared.errors import (
+    AnswerTooLarge,
+    Diverged,
+    Draining,
+    EngineFailed,
+    HeadraceError,
+    NoWorker,
+    WorkerLost,
+)
+from shared.keys import tag_of
 from shared.logs import Log
 from shared.protocol import Head
 
@@ -143,6 +152,13 @@ class RelayedAnswer(Response):
             self._give_up_reader()
         else:
             self._stream.fail(Draining() if self._stream.patience_s == 0 else BrokenOff())
+
+    def give_up(self, job_tags: frozenset[str]) -> None:
+        """End the answer if its job's tag is among those that have no worker any more."""
+        stream = self._stream
+        if tag_of(stream.job_id) in job_tags:
+            begun = self._started or stream.cursor > 0
+            stream.fail(WorkerLost() if begun else NoWorker(retry_after_s=5))
 
     def _give_up_reader(self) -> None:
         self._gave_up = True
