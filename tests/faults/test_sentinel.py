@@ -50,6 +50,7 @@ async def test_master_frozen(stage: Stage) -> None:
         await scene.prove()
 
 
+@pytest.mark.slow
 async def test_planned_failover(stage: Stage) -> None:
     """The old master goes on taking writes for seconds; they are lost, and sent again."""
     row = Row("Sentinel: SENTINEL FAILOVER, the old master goes on", stall_s=4.0)
