@@ -1,0 +1,33 @@
+"""Jobs by their id with no more rights than the documented ones of a gateway."""
+
+from __future__ import annotations
+
+import json
+
+from tests.integration.test_acl import denied, guarded, login
+from tests.support import sse
+from tests.support.fake_worker import FakeWorker
+from tests.support.gateway import RunningGateway
+from tests.support.waiting import until
+
+
+async def test_states_resumption_and_policies() -> None:
+    with guarded("server") as (servers, url):
+        async with (
+            FakeWorker(login(url, "worker")) as worker,
+            RunningGateway(login(url, "gateway")) as gateway,
+        ):
+            wire = await sse.connect(gateway.url)
+            await wire.send(sse.request_bytes(gateway.chat, {"model": "tiny", "stream": True}))
+            (key,) = await until(lambda: servers[0].command("KEYS", "*:job:*"), "it is queued")
+            job_id = key.decode().rpartition(":")[2]
+            job_url = f"{gateway.url}/v1/jobs/{job_id}"
+            response, body = await sse.fetch(job_url)
+            assert (response.status, json.loads(body)["position"]) == (200, 1)
+            reader = await sse.connect(gateway.url)
+            await reader.send(sse.request_bytes(f"{job_url}/stream"))
+            await until(lambda: gateway.gateway.submitter.open_streams == 2, "two are reading")
+            wire.close()
+            reader.close()
+            assert await worker.wait_outcome(job_id) == "cancelled"
+        assert denied(servers) == set()
