@@ -68,8 +68,8 @@ class Submitter:
         """Submit a job and return its stream, subscribed before anything could be published.
 
         Where the job is there already, its answer comes from its beginning. `shared`: others may
-        submit the same one. Raises `QueueUnavailable` within `submit_timeout_s`, `QueueFull`,
-        `Cancelled`, `Overloaded`.
+        submit the same one. Raises `QueueUnavailable` within `submit_timeout_s`, `RequestTimeout`
+        where the request has less, `QueueFull`, `Cancelled`, `Overloaded`.
         """
         self.check_room()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -82,7 +82,8 @@ class Submitter:
         except BaseException as error:
             self.close(stream)
             if isinstance(error, TimeoutError):
-                raise QueueUnavailable from error
+                short = timeout_s < self._settings.submit_timeout_s
+                raise (RequestTimeout if short else QueueUnavailable) from error
             raise
         return stream
 

@@ -225,6 +225,22 @@ async def test_deadline_of_a_queued_job_needs_no_worker(pair: Pair, body: object
     assert await worker.depth() == 0
 
 
+@pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
+async def test_a_time_limit_that_ends_while_the_job_is_submitted_is_no_outage(
+    pair: Pair, body: object
+) -> None:
+    gateway, worker = pair
+    response, raw = await sse.fetch(gateway.chat, body, headers={"X-Request-Timeout": "1e-9"})
+    assert response.status == 504
+    assert b"request_timeout" in raw
+    assert response.headers["x-should-retry"] == "false"
+
+    async def nothing_left() -> bool:
+        return await worker.depth() == 0 and gateway.gateway.canceller.pending == 0
+
+    await until(nothing_left, "no job is left")
+
+
 async def test_deadline_in_mid_stream_is_an_error_event(pair: Pair) -> None:
     gateway, worker = pair
     wire = await send(gateway, STREAM, **{"X-Request-Timeout": "0.4"})
