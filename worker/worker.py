@@ -46,6 +46,7 @@ class Exit(IntEnum):
     """What the process says to whoever started it."""
 
     OK = 0
+    WRONG_SETTING = 2
     ENGINE_FAILED = 3
     ENGINE_NOT_STARTED = 4
 
@@ -112,8 +113,8 @@ class Worker:
     async def run(self) -> Exit:
         """Live until stopped or until the engine has failed."""
         settings = self._settings
-        if settings.metrics_port:
-            start_http_server(settings.metrics_port, settings.metrics_host)
+        if settings.metrics_port and not self._serve_metrics():
+            return Exit.WRONG_SETTING
         log.info("worker.starting", worker=settings.worker_id, engine=settings.engine)
         try:
             if not await self._reach_queue():
@@ -126,6 +127,16 @@ class Worker:
             for connections in (self._clients, self._beats, self._blocking):
                 await connections.aclose()
             log.info("worker.left", worker=settings.worker_id)
+
+    def _serve_metrics(self) -> bool:
+        host, port = self._settings.metrics_host, self._settings.metrics_port
+        try:
+            start_http_server(port, host)
+        except OSError as error:
+            wrong = "HEADRACE_METRICS_HOST, HEADRACE_METRICS_PORT"
+            log.error("metrics.not_served", wrong=wrong, host=host, port=port, reason=str(error))
+            return False
+        return True
 
     async def _reach_queue(self) -> bool:
         """Wait for the queue; False if stopped meanwhile."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -764,3 +768,19 @@ async def test_a_job_whose_adoption_the_server_forgot_runs_again_alone() -> None
                 assert (await pool.end(job)).outcome == "completed"
                 assert await pool.answer(job) == EVENTS[0] + b"data: [DONE]\n\n"
     assert both == []
+
+
+def test_a_metrics_port_that_is_taken_stops_the_start_and_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        variables = {"HEADRACE_ENGINE": "simulated", "HEADRACE_METRICS_PORT": port}
+        done = subprocess.run(
+            [sys.executable, "-m", "worker"],
+            env={**os.environ, **variables},
+            capture_output=True,
+            timeout=60,
+        )
+    assert done.returncode == Exit.WRONG_SETTING
+    told = done.stdout + done.stderr
+    assert b"HEADRACE_METRICS_PORT" in told
+    assert b"Traceback" not in told
