@@ -20,7 +20,7 @@ def _own_id() -> str:
 class GatewaySettings(RedisSettings):
     """What a gateway needs to know."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65_535)
     """Port to listen on; 0 takes a free one."""
@@ -80,5 +80,7 @@ class GatewaySettings(RedisSettings):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.max_request_timeout_s < self.request_timeout_s:
-            raise ValueError("max_request_timeout_s must not be below request_timeout_s")
+            raise ValueError(
+                "HEADRACE_MAX_REQUEST_TIMEOUT_S must not be below HEADRACE_REQUEST_TIMEOUT_S"
+            )
         return self

@@ -71,6 +71,7 @@ def read(settings: type[S]) -> S:
 def _leave(settings: type[BaseSettings], error: ValidationError) -> NoReturn:
     prefix = settings.model_config.get("env_prefix", "")
     for fault in error.errors(include_url=False, include_input=False):
-        variable = prefix + "_".join(str(part) for part in fault["loc"]).upper()
-        sys.stderr.write(f"headrace: wrong setting {variable}: {fault['msg']}\n")
+        name = "_".join(str(part) for part in fault["loc"]).upper()
+        variable = f" {prefix}{name}" if name else ""  # What is wrong with several names them.
+        sys.stderr.write(f"headrace: wrong setting{variable}: {fault['msg']}\n")
     sys.exit(2)

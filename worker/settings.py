@@ -47,7 +47,7 @@ class WorkerSettings(RedisSettings):
     """Longest wait for the engine to load and to answer its warm-up request."""
     stall_s: Seconds = 60
     """An engine that has work and makes no step for this long has failed."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: str = Field("127.0.0.1", min_length=1)
     """Address on which `/metrics` is served."""
     metrics_port: int = Field(0, ge=0, le=65_535)
     """Port on which `/metrics` is served; 0: not at all."""

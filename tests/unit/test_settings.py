@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.settings import GatewaySettings
 from shared.settings import RedisSettings, read
 from worker.engine.simulated import SimulatedSettings
 from worker.settings import WorkerSettings
@@ -44,6 +45,7 @@ def test_variables_are_read_with_their_prefix(monkeypatch: pytest.MonkeyPatch) -
         ("HEADRACE_DEFAULT_MAX_TOKENS", "0"),
         ("HEADRACE_BEAT_S", "-1"),
         ("HEADRACE_METRICS_PORT", "70000"),
+        ("HEADRACE_METRICS_HOST", ""),
     ],
 )
 def test_a_wrong_value_stops_the_start_and_is_named(
@@ -66,6 +68,23 @@ def test_each_wrong_variable_gets_a_line(
         " wrong setting HEADRACE_BEAT_S",
         " wrong setting HEADRACE_STALL_S",
     ]
+
+
+def test_an_empty_host_is_not_taken_for_every_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_HOST", "")
+    assert "headrace: wrong setting HEADRACE_HOST: " in _failure(capsys, GatewaySettings)
+
+
+def test_settings_that_do_not_go_together_are_both_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_REQUEST_TIMEOUT_S", "5000")
+    told = _failure(capsys, GatewaySettings)
+    assert "HEADRACE_REQUEST_TIMEOUT_S" in told
+    assert "HEADRACE_MAX_REQUEST_TIMEOUT_S" in told
+    assert "HEADRACE_:" not in told
 
 
 def test_the_password_is_in_no_message(
