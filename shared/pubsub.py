@@ -137,18 +137,18 @@ class Subscriber:
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
         delay_s = 0.0
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 await asyncio.sleep(delay_s)
-                begun, stood = loop.time(), self.reconnects
+                stood = self.reconnects
                 try:
                     await self._hold()
                 except (OSError, TimeoutError, QueueUnavailable, hiredis.ReplyError) as error:
                     self._note_away(error)
                 self._forget_server()
                 self._heed_move()
-                sound = self.reconnects > stood and loop.time() - begun > 1
+                # One that stood and was lost is sought at once; one that is refused, less and less.
+                sound = self.reconnects > stood and self._refusal is None
                 delay_s = _AGAIN_S if sound else min(max(delay_s * 2, _AGAIN_S), 1.0)
         finally:
             self._drop()
