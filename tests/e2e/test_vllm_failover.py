@@ -12,7 +12,6 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -31,6 +30,7 @@ from tests.support.continuation import (
     text_of,
 )
 from tests.support.waiting import until
+from worker.engine import vllm_build, vllm_patches
 from worker.engine.interface import Usage
 from worker.engine.vllm import VllmEngine
 from worker.resume import Past
@@ -94,7 +94,7 @@ async def test_an_answer_goes_on_as_if_nothing_had_happened(
         same(told, whole, cut)
 
 
-def test_the_rows_are_what_they_are_called(undisturbed: dict[str, Told]) -> None:
+async def test_the_rows_are_what_they_are_called(undisturbed: dict[str, Told]) -> None:
     def text(name: str) -> str:
         return text_of(undisturbed[name].events)
 
@@ -237,10 +237,11 @@ async def test_penalties_bend_the_rest_by_all_that_was_said(engine: VllmEngine) 
     assert firsts == [[281], [260]]
 
 
-DOC = Path(__file__).parents[2] / "docs/continuation.md"
-
-
-def test_the_documentation_lists_these_rows() -> None:
-    table = DOC.read_text().split("| What | ", 1)[1].split("\n\n", 1)[0]
-    listed = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert listed == NAMES
+async def test_an_engine_without_the_plugin_is_found_out(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await vllm_build.see_continued(engine._llm) == ""
+    monkeypatch.setattr(vllm_patches, "KEY", "what another plugin reads")
+    assert "plugin" in await vllm_build.see_continued(engine._llm)
+    await until(lambda: engine.load().running == 0, "an idle engine")
+    assert not engine._llm.output_processor.request_states

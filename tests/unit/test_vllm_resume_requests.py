@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +115,9 @@ def test_other_endpoints_can_not(path: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"stream"', b"\xff", b"\x80{}"])
 def test_what_is_no_request_can_not(body: bytes) -> None:
     assert not continuable(CHAT, body)
+
+
+def test_the_documentation_lists_the_tested_kinds() -> None:
+    page = (Path(__file__).parents[2] / "docs/continuation.md").read_text()
+    lines = page.split("| What |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == [row.name for row in ROWS]

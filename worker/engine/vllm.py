@@ -33,6 +33,9 @@ log = Log("vllm")
 WATCH_S = 0.1
 """How often to look for the engine's death, should vLLM's own task not have ended of it."""
 
+SEE_S = 60.0
+"""For one short request, by an engine that is warm."""
+
 
 async def not_started(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
     """Stand for the application until there is one."""
@@ -148,17 +151,15 @@ class VllmEngine:
         # Profiling has left dummy images and the like in memory.
         await llm.reset_mm_cache()
         self.seats = vllm_build.count_seats(llm)
-        why_not = vllm_build.why_not_continue(llm)
-        self._continues = not why_not
-        if why_not:
-            log.warning("failover.limited", reason=why_not)
+        tasks = await llm.get_supported_tasks()
+        why_not = "" if "generate" in tasks else "the model doesn't generate"
+        why_not = why_not or vllm_build.why_not_continue(llm)
         self._proxy = vllm_build.create_proxy(
             llm,
             default_max_tokens=self._default_max_tokens,
             max_tokens_ceiling=self._max_tokens_ceiling,
-            continues=self._continues,
+            continues=not why_not,
         )
-        tasks = await llm.get_supported_tasks()
         app = await vllm_build.create_app(self._proxy, parsed, tasks)
         self.models = await list_models(app)
         try:
@@ -168,6 +169,10 @@ class VllmEngine:
             raise EngineStartError(
                 f"no answer to the warm-up request within {self._warm_up_timeout_s} s"
             ) from None
+        why_not = why_not or await see_continued(llm)
+        self._continues = not why_not
+        if why_not and "generate" in tasks:
+            log.warning("failover.limited", reason=why_not)
         # The application's lifespan would do these two, but none runs without a server.
         gc.collect()
         gc.freeze()
@@ -213,6 +218,15 @@ async def warm_up(app: App, model: str, tasks: Sequence[str]) -> None:
         answer = f"{path} answered {status} {content.decode(errors='replace')[:500]}"
     if answer:
         raise EngineStartError(f"the warm-up failed: {answer}")
+
+
+async def see_continued(llm: Any) -> str:
+    """Return why the engine can't continue an answer, having tried; empty if it can."""
+    try:
+        async with asyncio.timeout(SEE_S):
+            return await vllm_build.see_continued(llm)
+    except Exception as error:
+        return f"trying it failed: {error or type(error).__name__}"
 
 
 def warm_ups(tasks: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:

@@ -234,6 +234,39 @@ def why_not_continue(llm: Any) -> str:
     return ""
 
 
+async def see_continued(llm: Any) -> str:
+    """Have the engine continue a made-up answer; return what is wrong, empty if nothing is.
+
+    An engine whose processes don't have the plugin (`VLLM_PLUGINS` can exclude it) would begin
+    anew, and nothing else would tell. The answer said one of two words all the time: the penalty
+    makes the other one follow, if all parts of the engine know what was said.
+    """
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    said, other, times = 100, 101, 50
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=times + 1,
+        frequency_penalty=2,
+        logit_bias={said: times},
+        allowed_token_ids=[said, other],
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={vllm_patches.KEY: [said] * times},
+    )
+    prompt = TokensPrompt(prompt_token_ids=[said])
+    outputs = llm.generate(prompt, params, "headrace-continued")
+    try:
+        (choice,) = (await anext(outputs)).outputs
+    finally:
+        await outputs.aclose()
+    if choice.finish_reason is None:
+        return "the engine's processes don't have Headrace's plugin"
+    if list(choice.token_ids) != [other]:
+        return "the engine doesn't take into account what was said"
+    return ""
+
+
 async def create_app(proxy: EngineProxy, parsed: Namespace, tasks: Sequence[str]) -> App:
     """Build vLLM's HTTP application on the proxy."""
     app: Any = find("build_app")(parsed, tasks, proxy.model_config)
