@@ -1,24 +1,38 @@
-"""uvicorn's HTTP protocol with a limit that it lacks: the size of a request's head."""
+"""uvicorn's HTTP protocol with limits that it lacks: the size of a request's head, and its time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.errors import HeadTooLarge
+from shared.errors import HeadraceError, InvalidRequest
 
 _PER_HEADER = 4
 """`: ` and the line's end."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses a request whose target and headers are larger than `limit_bytes`, and hangs up."""
+    """Refuses a request whose target and headers are larger than `limit_bytes`, and hangs up.
+
+    It hangs up too where a head is not whole in the time that an idle connection is kept.
+    """
 
     limit_bytes: int
     _head_bytes = 0
     _unparsed_bytes = 0
     _in_head = False
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Count also what the parser keeps to itself: a header without an end."""
@@ -31,6 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._head_bytes, self._unparsed_bytes = True, 0, 0
+        self._await_head()
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -42,14 +57,31 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._head_came()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Say what is wrong, if it is that; else what uvicorn says."""
+        """Say what is wrong in the form of every error."""
         if self._head_bytes > self.limit_bytes:
             self._refuse()
         else:
-            super().send_400_response(msg)
+            self._answer(InvalidRequest("The request is not valid HTTP."), "Bad Request")
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._head_is_late)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:  # The head of the next request, while this one is answered.
+            self._await_head()
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
@@ -57,9 +89,12 @@ class BoundedProtocol(HttpToolsProtocol):
             raise HeadTooLarge  # The parser takes it for a fault of the request.
 
     def _refuse(self) -> None:
-        content = json.dumps(HeadTooLarge().body()).encode()
+        self._answer(HeadTooLarge(), "Request Header Fields Too Large")
+
+    def _answer(self, error: HeadraceError, phrase: str) -> None:
+        content = json.dumps(error.body()).encode()
         head = (
-            f"HTTP/1.1 {HeadTooLarge.status} Request Header Fields Too Large\r\n"
+            f"HTTP/1.1 {error.status} {phrase}\r\n"
             "content-type: application/json\r\nx-should-retry: false\r\n"
             f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
         )

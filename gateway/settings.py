@@ -75,7 +75,7 @@ class GatewaySettings(RedisSettings):
     max_pending_body_bytes: Bytes = 512 << 20
     """Most bytes of request bodies that one process holds before they are submitted; then 503."""
     http_keepalive_s: int = Field(75, ge=1, le=3600)
-    """How long an idle client connection is kept."""
+    """How long an idle client connection is kept, and a request's head is waited for."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -80,3 +80,50 @@ async def test_bodies_together_are_bounded(valkey: ValkeyServer) -> None:
         assert (await sse.read_head(begun[1])).status == 200
         assert bodies.taken == 0
         begun[1].close()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [b"GARBAGE\r\n\r\n", b"FOO / HTTP/1.1\r\n\r\n", b"GET /caf\xc3\xa9 HTTP/1.1\r\n\r\n"],
+)
+async def test_what_is_no_http_is_refused_in_the_form_of_every_error(
+    valkey: ValkeyServer, what: bytes
+) -> None:
+    async with pool(valkey.url) as (gateway, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(what)
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/chat", b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-"])
+async def test_a_head_that_does_not_come_is_not_waited_for(
+    valkey: ValkeyServer, said: bytes
+) -> None:
+    async with pool(valkey.url, http_keepalive_s=1) as (gateway, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(said)
+        for more in b"aaa":
+            await asyncio.sleep(0.25)
+            if said:
+                writer.write(bytes([more]))
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_the_next_head_that_does_not_come_cuts_no_answer(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, http_keepalive_s=1) as (gateway, worker):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        body = json.dumps({"model": "tiny", "messages": [], "stream": True}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(body) + body + b"GET /healthz HTTP/1.1\r\nX-")
+        job = await worker.take()
+        await asyncio.sleep(2)
+        await job.stream(b"1")
+        told = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    assert b"data: [DONE]" in told
+    assert told.endswith(b"0\r\n\r\n")
