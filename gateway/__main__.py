@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import uvicorn
 
+from gateway import descriptors
 from gateway.app import Application, create_app
 from gateway.bounded import bounded
 from gateway.settings import GatewaySettings
@@ -81,6 +82,10 @@ def main() -> NoReturn:
     """Run a gateway until SIGTERM or SIGINT; exit 0 after a drain, 1 after a failure."""
     config = settings.read(GatewaySettings)
     logs.configure(config.log_format, config.log_level)
+    needed = descriptors.needed(config.max_streams, config.redis_connections)
+    allowed = descriptors.allow(needed)
+    if allowed < needed:
+        log.warning("descriptors.few", allowed=allowed, needed=needed, hint="raise ulimit -n")
     server = build_server(config)
 
     def leave(number: int, frame: FrameType | None) -> None:
