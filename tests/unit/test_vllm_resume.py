@@ -10,7 +10,22 @@ from typing import Any
 import pytest
 
 from shared.protocol import Delta
+from tests.unit.test_vllm_proxy import (
+    DELTA,
+    FINAL_ONLY,
+    DeadError,
+    FakeLLM,
+    GenerateError,
+    Params,
+    drain,
+    output,
+)
+from tests.unit.test_vllm_proxy import (
+    State as Registered,
+)
+from worker.engine.interface import CURRENT, Call
 from worker.engine.vllm_patches import KEY
+from worker.engine.vllm_proxy import EngineProxy
 from worker.engine.vllm_resume import Backlog, CannotContinueError, Replay, Replays
 
 LIMIT = 100
@@ -209,3 +224,93 @@ async def test_a_request_is_gone_through_once() -> None:
 def test_an_error_among_the_outputs_is_raised() -> None:
     with pytest.raises(ValueError, match="broken"):
         Backlog().put(ValueError("broken"))
+
+
+# --- the proxy ---
+
+
+def proxy_of(llm: Any) -> EngineProxy:
+    llm.engine_core = Core()
+    llm.model_config = SimpleNamespace(max_model_len=LIMIT)
+    return EngineProxy(
+        llm,
+        default_max_tokens=16,
+        max_tokens_ceiling=64,
+        dead_error=DeadError,
+        generate_error=GenerateError,
+        delta_kind=DELTA,
+        make_step=make_step,
+    )
+
+
+@pytest.fixture
+def call() -> Any:
+    """A job of which this test is the application."""
+    made = Call("j1")
+    token = CURRENT.set(made)
+    yield made
+    CURRENT.reset(token)
+
+
+SCRIPT = [output((0, [1, 2], None)), output((0, [3], "stop"))]
+
+
+async def test_the_steps_that_the_application_sees_are_recorded(call: Call) -> None:
+    outputs = proxy_of(FakeLLM(list(SCRIPT))).generate("p", Params(), "r")
+    await anext(outputs)
+    assert call.deltas == [([1, 2], None, None)]
+    call.deltas.clear()  # As the worker does when it publishes them.
+    assert await drain(outputs) == 1
+    assert call.deltas == [([3], "stop", None)]
+
+
+@pytest.mark.parametrize(
+    "params", [Params(output_kind=FINAL_ONLY), Params(n=2), Params(n=1, output_kind="cumulative")]
+)
+async def test_answers_that_nobody_could_continue_are_not(call: Call, params: Params) -> None:
+    script = [output((0, [1, 2, 3], "stop"))]
+    await drain(proxy_of(FakeLLM(script)).generate("p", params, "r"))
+    assert call.deltas == []
+
+
+async def test_nor_are_those_of_several_prompts(call: Call) -> None:
+    proxy = proxy_of(FakeLLM(list(SCRIPT)))
+    both = [proxy.generate("p", Params(), f"r-{i}") for i in range(2)]
+    await asyncio.gather(*(drain(one) for one in both))
+    assert call.deltas == []
+
+
+async def test_an_end_that_the_engine_was_not_asked_for_is_not_recorded(call: Call) -> None:
+    script = [output((0, [1], None)), output((0, [2], "abort"))]
+    with pytest.raises(GenerateError):
+        await drain(proxy_of(FakeLLM(script)).generate("p", Params(), "r"))
+    assert call.deltas == [([1], None, None)]
+
+
+async def test_what_was_recorded_before_counts_but_is_not_recorded_again(call: Call) -> None:
+    call.resume = [([1, 2], None, None)]
+    fed = asyncio.Event()
+    proxy = proxy_of(FakeLLM([fed, *SCRIPT]))
+    outputs = proxy.generate("p", Params(), "r")
+    waiting = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0)
+    (record,) = proxy._running["j1"]
+    assert record.replay is not None
+    # What feeding would have found, had this been vLLM.
+    record.replay.outputs = 1
+    fed.set()
+    await waiting
+    assert await drain(outputs) == 1
+    assert call.deltas == [([3], "stop", None)]
+    assert call.usage.completion_tokens == 3
+    assert call.tokens == [[1, 2, 3]]
+
+
+async def test_a_beginning_answer_is_not_held_back(call: Call) -> None:
+    llm = FakeLLM(list(SCRIPT), lambda request_id: [Registered(request_id)])
+    proxy = proxy_of(llm)
+    outputs = proxy.generate("p", Params(), "r")
+    await anext(outputs)
+    (record,) = proxy._running["j1"]
+    assert record.replay is None
+    await outputs.aclose()

@@ -51,7 +51,9 @@ class Record:
         *,
         delta: bool = False,
         prompt_counted: bool = False,
+        journals: bool = False,
     ) -> None:
+        """`journals`: whether its steps are recorded, for another worker to continue from."""
         self.call = call
         self.tokens: list[list[int]] = [[] for _ in range(choices)]
         call.tokens.extend(self.tokens)
@@ -62,7 +64,7 @@ class Record:
         """Where the first outputs come from, if the answer is one that is continued."""
         self._error = error
         self._delta = delta
-        self._journals = delta and choices == 1 and not prompt_counted
+        self._journals = journals and delta and choices == 1 and not prompt_counted
         self._prompt: int | None = None if prompt_counted else 0
         self._cached: int | None = 0 if prompt_counted else None
 
@@ -164,8 +166,8 @@ class EngineProxy:
         self._generate_error = generate_error
         self._delta_kind = delta_kind
         self._running: dict[str, list[Record]] = {}
-        replays = Replays(llm, make_step) if make_step is not None else None
-        watch_registrations(llm.output_processor, replays)
+        self._replays = Replays(llm, make_step) if make_step is not None else None
+        watch_registrations(llm.output_processor, self._replays)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -191,6 +193,7 @@ class EngineProxy:
             self._generate_error,
             delta=sampling_params.output_kind == self._delta_kind,
             prompt_counted=BEAM.get() is call,
+            journals=self._replays is not None,
         )
         outputs = self._llm.generate(prompt, sampling_params, request_id, **clients_own(kw))
         return self._follow(record, outputs, record.take)
