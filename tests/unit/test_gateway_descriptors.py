@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import subprocess
@@ -39,12 +40,13 @@ async def test_a_gateway_asks_at_its_start() -> None:
     )
     variables = {**os.environ, "HEADRACE_PORT": "0", "HEADRACE_MAX_STREAMS": "20"}
     variables["HEADRACE_REDIS_URL"] = "redis://127.0.0.1:1"
-    with subprocess.Popen([sys.executable, "-c", code], env=variables) as process:
-        try:
-            await until(
-                lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == needed(20, 32),
-                "the limit is raised",
-                timeout=30,
-            )
-        finally:
-            process.kill()
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=variables)
+    try:
+        await until(
+            lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == needed(20, 32),
+            "the limit is raised",
+            timeout=30,
+        )
+    finally:
+        process.kill()
+        await process.wait()
