@@ -226,8 +226,9 @@ def why_not_continue(llm: Any) -> str:
         return f"vLLM {version} isn't a release on which it was tested"
     if config.parallel_config.distributed_executor_backend not in ("uni", "mp"):
         return "only engines in processes of this machine can be prepared for it"
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "it wasn't tested with pipeline parallelism"
+    for kind in ("pipeline", "data"):
+        if getattr(config.parallel_config, f"{kind}_parallel_size") > 1:
+            return f"it wasn't tested with {kind} parallelism"
     for feature in ("speculative_config", "kv_transfer_config", "ec_transfer_config"):
         if getattr(config, feature, None) is not None:
             return f"it wasn't tested with {feature}"
