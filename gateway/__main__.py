@@ -94,6 +94,8 @@ def main() -> NoReturn:
     # uvicorn raises the signal again when it has ended: then, or before it has begun, just leave.
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     log.info("gateway.started", gateway=config.gateway_id, host=config.host, port=config.port)
     server.run()
     sys.exit(1 if server.application.gateway.failed else 0)

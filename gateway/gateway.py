@@ -58,8 +58,11 @@ class Gateway:
             Transitions(self.cancel_redis, keys, result_ttl_s=settings.result_ttl_s),
             force_after_s=settings.force_cancel_s,
         )
-        registry = Registry(self.redis, keys)
-        self.models = Models(settings, registry, self.transitions, self.metrics)
+        # Likewise: a burst of requests must not look like the queue's absence.
+        self.registry_redis = Connections(settings, name=f"{name}-registry", connections=4)
+        registry = Registry(self.registry_redis, keys)
+        reading = Transitions(self.registry_redis, keys, result_ttl_s=settings.result_ttl_s)
+        self.models = Models(settings, registry, reading, self.metrics)
         self.models.on_deserted = self._give_up
         self.sweeper = Sweeper()
         # Not the gateway's id alone: another process may take that up again.
@@ -127,6 +130,7 @@ class Gateway:
         await self.presence.leave()
         await self.redis.aclose()
         await self.cancel_redis.aclose()
+        await self.registry_redis.aclose()
 
     def render_metrics(self) -> bytes:
         """Return the metrics with the gauges that nobody keeps."""

@@ -58,10 +58,14 @@ class Models:
 
     async def run(self) -> None:
         """Read the registry until cancelled."""
+        warned = False
         said = ""
         while True:
             try:
                 snapshot = await self._registry.snapshot()
+                if not warned:
+                    await self._registry.warn_of_eviction()
+                    warned = True
                 try:
                     # Before the first request is sent to a shard that is away.
                     await self._read_depths(snapshot)

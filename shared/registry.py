@@ -15,9 +15,13 @@ from redis.asyncio import Redis
 from shared import protocol
 from shared.border import translated
 from shared.connection import Clients, clients_of
+from shared.errors import QueueUnavailable
 from shared.keys import REGISTRY, Keys
+from shared.logs import Log
 from shared.protocol import ModelRecord, WorkerRecord
 from shared.scripts import Script
+
+log = Log("registry")
 
 T = TypeVar("T")
 
@@ -103,6 +107,19 @@ class Registry:
             tuple(protocol.decode_worker(one) for one in workers.values()),
             {name.decode(): protocol.decode_model(record) for name, record in models.items()},
         )
+
+    async def warn_of_eviction(self) -> None:
+        """Log a warning if the server may drop keys when its memory is full.
+
+        A server that doesn't let itself be asked is trusted.
+        """
+        try:
+            told: Any = await self._at(lambda redis: redis.info("memory"))
+        except QueueUnavailable:
+            return
+        policy = told.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            log.warning("queue.evicts", maxmemory_policy=policy, wanted="noeviction")
 
     async def _at(self, operation: Callable[[Redis], Awaitable[T]]) -> T:
         async with translated():

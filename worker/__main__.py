@@ -32,8 +32,9 @@ def make_engine(settings: WorkerSettings, args: list[str]) -> Engine:
 async def serve(settings: WorkerSettings, args: list[str]) -> int:
     worker = Worker(settings, make_engine(settings, args), WorkerMetrics())
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, worker.stop)
     return await worker.run()
 
 

@@ -145,6 +145,7 @@ class Worker:
         while not self._stop.is_set():
             try:
                 await self._registry.snapshot()
+                await self._registry.warn_of_eviction()
                 outage.over()
                 return True
             except QueueUnavailable as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -120,3 +121,16 @@ async def test_a_registry_lost_with_its_server_fills_again(
     assert await registry.snapshot() == Snapshot()
     await registry.announce(worker(), [MODEL], lease_s=3)
     assert (await registry.snapshot()).ready("m") == [worker()]
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
+async def test_a_server_that_evicts_is_warned_of(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ValkeyServer("--maxmemory-policy", policy) as server:
+        redis = connect(RedisSettings(redis_url=SecretStr(server.url)), name="test")
+        with caplog.at_level(logging.WARNING, "headrace.registry"):
+            await Registry(redis, Keys()).warn_of_eviction()
+        await redis.aclose()
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == ([] if policy == "noeviction" else ["queue.evicts"])
