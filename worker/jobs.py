@@ -66,18 +66,24 @@ class Jobs:
     def begin(self, adopted: Adopted) -> None:
         """Run a job that was just adopted."""
         run = Run(adopted, self._engine, self._publisher)
-        self._running.add(run)
         job = adopted.job
+        earlier = self._running.jobs.get(job.id)
+        self._running.add(run)
         self._metrics.queue_wait.labels(job.lane).observe(adopted.waited_s)
         log.info("job.adopted", job=job.id, lane=job.lane, attempt=adopted.attempts)
-        task = self.group.create_task(self._run(run))
+        task = self.group.create_task(self._run(run, earlier))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, run: Run) -> None:
+    async def _run(self, run: Run, earlier: Run | None) -> None:
         end: End | None = None
         try:
             try:
+                if earlier is not None:
+                    # A server that lost its last second has given out the same job again. Engines
+                    # don't bear two requests with one id.
+                    earlier.stop("fenced")
+                    await earlier.over.wait()
                 end = await self._execute(run)
             except Exception:
                 # One job must not take the others along.

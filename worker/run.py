@@ -54,6 +54,8 @@ class Run:
         `moved` (to another worker), `fenced` (another has it) or `lost` (by the queue)."""
         self._engine = engine
         self.stopping = asyncio.Event()
+        self.over = asyncio.Event()
+        """Set once the engine is done with it."""
         self._body_given = False
         self._head: Head | None = None
         self._head_put = False

@@ -33,6 +33,7 @@ class Running:
         if run in self._seated:
             self._seated.discard(run)
             self.sequences -= max(run.adopted.job.sequences, 1)
+            run.over.set()
             self._changed.set()
 
     def remove(self, run: Run) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -80,7 +81,8 @@ class Stream:
             async for event in response.events():
                 if event.data is not None:
                     self.events.append(event)
-            assert response.clean, response.ending
+            last = self.events[-1].data if self.events else None
+            assert response.clean, f"{self.job_id} ({self.row.name}): {response.ending} at {last}"
 
     @property
     def stall_s(self) -> float:
@@ -237,8 +239,13 @@ async def show(stage: Stage, fault: Fault, kill: Kill, moments: list[int], recor
     record("fault", fault.name)
     for when in moments:
         await stage.replace()
-        streams, hit = await disturb(stage, kill, when)
-        await prove(stage, streams, hit)
+        try:
+            streams, hit = await disturb(stage, kill, when)
+            await prove(stage, streams, hit)
+        except BaseException:
+            for process in stage.pool.processes:
+                sys.stderr.write(f"--- {process.name}, {when}\n{process.log[-6000:]}\n")
+            raise
         result.outcomes[EXACT] += len(hit)
         result.stalls += [stream.stall_s for stream in hit]
     result.stalls.sort()
