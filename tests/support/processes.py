@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+from weakref import WeakSet
 
 from tests.support.bound import bound
 from tests.support.sse import fetch
@@ -26,12 +27,15 @@ from tests.support.valkey import free_port
 from tests.support.waiting import until
 
 _REPOSITORY = Path(__file__).parents[2]
+_SHOWN_LINES = 12
 _GRACE_S = 5.0
 """How long a process may take to stop at the end of a test, before it is killed."""
 
 
 class Process:
     """One program, started with settings as `HEADRACE_*` variables and none from outside."""
+
+    known: ClassVar[WeakSet[Process]] = WeakSet()
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Process:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._session = 0
+        self.known.add(self)
 
     @property
     def pid(self) -> int:
@@ -142,6 +147,16 @@ class Process:
         finally:
             for pid in self.family():
                 os.kill(pid, signal.SIGKILL)
+
+
+def last_words() -> str:
+    """Return the ends of the running processes' logs, for the report of a test that fails."""
+    words = ""
+    for process in sorted(Process.known, key=lambda process: process.name):
+        if process.running:
+            lines = process.log.splitlines()[-_SHOWN_LINES:]
+            words += f"{process.name}\n" + "".join(f"  {line[:300]}\n" for line in lines)
+    return words
 
 
 class GatewayProcess(Process):

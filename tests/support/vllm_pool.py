@@ -86,10 +86,13 @@ class Stage:
 
     async def until_running(self, count: int) -> EngineLoad:
         """Wait until the engine runs so many requests."""
+        seen: list[EngineLoad] = []
 
         async def running() -> EngineLoad:
             load = await self.load()
-            assert load.running == count, load
+            if load not in seen[-1:]:
+                seen.append(load)
+            assert load.running == count, seen[:8] + seen[-2:]
             return load
 
         return await until(running, f"{count} running", timeout=real.PATIENCE)
