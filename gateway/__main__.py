@@ -18,6 +18,7 @@ from gateway.app import Application, create_app
 from gateway.bounded import bounded
 from gateway.settings import GatewaySettings
 from shared import logs, settings
+from shared.garbage import collect_rarely
 from shared.logs import Log
 
 log = Log("gateway")
@@ -96,6 +97,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, leave)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    collect_rarely()
     log.info("gateway.started", gateway=config.gateway_id, host=config.host, port=config.port)
     server.run()
     sys.exit(1 if server.application.gateway.failed else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.protocol import Envelope, Job, Usage
 
@@ -48,8 +49,7 @@ class Adopted:
     """Who reads its answer: `<gateway>/<number>` each."""
 
 
-@dataclass(frozen=True)
-class Append:
+class Append(NamedTuple):
     """Encoded frames of one job, to be published in order."""
 
     job_id: str
@@ -73,8 +73,7 @@ class Finish:
     usage: Usage | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What became of a write: `ok`; `cancelled` or `expired` (written, but the job is to be
     stopped); `fenced` (another owns the job); `gap` (the log ends at `seq`: send from there)."""
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 
+from shared.garbage import collect_rarely
 from shared.logs import configure
 from shared.settings import read
 from worker.engine.interface import Engine
@@ -41,6 +42,7 @@ async def serve(settings: WorkerSettings, args: list[str]) -> int:
 def main() -> None:
     settings = read(WorkerSettings)
     configure(settings.log_format, settings.log_level)
+    collect_rarely()
     try:
         import uvloop
     except ImportError:

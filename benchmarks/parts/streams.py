@@ -36,7 +36,7 @@ async def run(options: Options) -> Part:
         async with direct(layout, SIMULATED) as target:
             alone.append(await measure(target, layout, options.seconds(6), part))
         async with pool(layout, SIMULATED) as target:
-            whole.append(await measure(target, layout, options.seconds(15), part))
+            whole.append(await measure(target, layout, options.seconds(45), part))
     _report(part, alone, whole, ceiling)
     return part
 
