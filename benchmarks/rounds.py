@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from benchmarks.accounts import Account, Bill
@@ -18,6 +19,7 @@ _OPENED_AT_ONCE = 16
 _BEGIN_S = 30.0
 """Longest wait for the first token of the last stream."""
 _SETTLE_S = 1.0
+_SECOND_NS = 1_000_000_000
 
 
 @dataclass
@@ -32,11 +34,21 @@ class Held:
     wanted: float
     """Tokens that the engine's pace gives in that time."""
     delays_ms: list[list[float]] = field(default_factory=list)
-    """From a token's step in the engine to the client, in order of size; by thirds of the time."""
+    """From a token's step in the engine to the client, in order of size; second by second."""
 
     @property
     def all_ms(self) -> list[float]:
-        return sorted(delay for third in self.delays_ms for delay in third)
+        return sorted(delay for second in self.delays_ms for delay in second)
+
+    def growth(self, share: float) -> float:
+        """Return how a quantile of the delay has grown from the first third to the last.
+
+        It is taken of each second, and of a third's seconds the median: a rewrite of the queue's
+        file is a burst, which the quantiles of the whole show, and not growth.
+        """
+        of_seconds = [quantile(second, share) for second in self.delays_ms if second]
+        third = len(of_seconds) // 3
+        return median(of_seconds[-third:]) / median(of_seconds[:third])
 
     def summary(self) -> dict[str, Any]:
         shares = {f"p{p}_ms": quantile(self.all_ms, p / 100) for p in (50, 95, 99)}
@@ -92,17 +104,17 @@ async def all_begun(connections: list[Connection]) -> float:
 
 
 def _sort(connections: list[Connection], begin_ns: int, end_ns: int) -> list[list[float]]:
-    """Return the delays of the tokens that arrived in an interval, by its thirds."""
-    third_ns = (end_ns - begin_ns) / 3
-    thirds: list[list[float]] = [[], [], []]
+    """Return the delays of the tokens that arrived in an interval, by its seconds."""
+    seconds: list[list[float]] = [[] for _ in range((end_ns - begin_ns) // _SECOND_NS)]
     for connection in connections:
         answer = connection.answer
         for stamp, arrival in zip(answer.stamps, answer.arrivals, strict=True):
             if begin_ns <= arrival < end_ns:
-                thirds[int((arrival - begin_ns) / third_ns)].append((arrival - stamp) / 1e6)
-    for delays in thirds:
+                second = min((arrival - begin_ns) // _SECOND_NS, len(seconds) - 1)
+                seconds[second].append((arrival - stamp) / 1e6)
+    for delays in seconds:
         delays.sort()
-    return thirds
+    return seconds
 
 
 @dataclass
