@@ -56,15 +56,19 @@ class Registry:
 
     async def announce(
         self, worker: WorkerRecord, models: Sequence[ModelRecord], lease_s: float
-    ) -> None:
-        """Say that a worker is there, until its lease ends. `models` may be empty before start."""
+    ) -> WorkerRecord | None:
+        """Say that a worker is there, until its lease ends. `models` may be empty before start.
+
+        Returns what stood under its id before.
+        """
         keys = self._keys
         names = [keys.worker(worker.id), keys.workers(), keys.models()]
         args: list[Any] = [worker.id, protocol.encode(worker), int(lease_s * 1000)]
         args += [WORKERS_TTL_MS, MODELS_TTL_MS]
         for model in models:
             args += [model.name, protocol.encode(model)]
-        await self._at(lambda redis: self._announce(redis, names, args))
+        before = await self._at(lambda redis: self._announce(redis, names, args))
+        return protocol.decode_worker(before) if before else None
 
     async def leave(self, worker_id: str) -> None:
         """Say that a worker is gone."""

@@ -50,6 +50,9 @@ class Presence:
         self.stalled = asyncio.Event()
         """Set when the engine has work and has made no step for `stall_s`."""
         self._started_ms = int(time.time() * 1000)
+        self._announced = False
+        self._twin = False
+        """Whether another worker that lives has this one's id."""
         self._progress = -1
         self._progressed_at = 0.0
         self._sound_since: float | None = None
@@ -137,7 +140,12 @@ class Presence:
         # A worker that loads beats late; the record of one that dies then stays a little longer.
         starting = self.state == "starting"
         lease_s = self._settings.lease_s * (STARTING_LEASES if starting else 1)
-        await self._registry.announce(worker, [] if starting else self._models(), lease_s)
+        before = await self._registry.announce(worker, [] if starting else self._models(), lease_s)
+        # At the first beat it is that of a predecessor with this name.
+        twin = self._announced and before is not None and before.started_ms != self._started_ms
+        if twin and not self._twin:
+            log.warning("worker.twin", worker=worker.id, hint="HEADRACE_WORKER_ID must be unique")
+        self._announced, self._twin = True, twin
 
     def _models(self) -> list[ModelRecord]:
         return [

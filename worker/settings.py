@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.settings import RedisSettings, Seconds
 
@@ -38,7 +38,7 @@ class WorkerSettings(RedisSettings):
     lease_s: Seconds = 3
     """How long the pool believes in a worker, and a job in its owner, without a beat."""
     beat_s: Seconds = 0.8
-    """Time between beats."""
+    """Time between beats; at most half a lease, so that one may be lost."""
     drain_grace_s: Seconds = 5
     """How long running jobs may finish after SIGTERM before they move to other workers."""
     drain_timeout_s: Seconds = 120
@@ -51,3 +51,9 @@ class WorkerSettings(RedisSettings):
     """Address on which `/metrics` is served."""
     metrics_port: int = Field(0, ge=0, le=65_535)
     """Port on which `/metrics` is served; 0: not at all."""
+
+    @model_validator(mode="after")
+    def _beats_often(self) -> Self:
+        if self.beat_s > self.lease_s / 2:
+            raise ValueError("HEADRACE_BEAT_S must be at most half of HEADRACE_LEASE_S")
+        return self

@@ -78,9 +78,10 @@ async def test_a_starting_worker_is_seen_but_not_ready(registry: Registry) -> No
 
 
 async def test_each_announcement_renews_and_replaces(registry: Registry, redis: Redis) -> None:
-    await registry.announce(worker(running=1), [MODEL], lease_s=3)
+    assert await registry.announce(worker(running=1), [MODEL], lease_s=3) is None
     await redis.pexpire(KEYS.worker("w1"), 500)
-    await registry.announce(worker(running=2), [MODEL], lease_s=3)
+    before = await registry.announce(worker(running=2), [MODEL], lease_s=3)
+    assert before == worker(running=1)
     assert 2000 < await redis.pttl(KEYS.worker("w1")) <= 3000
     assert [one.running for one in (await registry.snapshot()).workers] == [2]
 

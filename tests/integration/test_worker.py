@@ -301,7 +301,7 @@ async def test_no_connections_pile_up(pool: Pool, server: ValkeyServer) -> None:
 @pytest.mark.parametrize("phase", ["silent", "streaming"])
 async def test_a_cancel_reaches_a_running_job_at_once(pool: Pool, stage: Stage, phase: str) -> None:
     engine = ScriptedEngine(stage.wait if phase == "silent" else stage.stream)
-    async with pool.working(engine, beat_s=60, lease_s=100):
+    async with pool.working(engine, beat_s=60, lease_s=200):
         job = await pool.submit()
         await acquire(stage.begun)
         begun = time.monotonic()
@@ -325,7 +325,7 @@ async def test_a_cancel_whose_nudge_was_lost_is_found_by_a_beat(pool: Pool, stag
 
 
 async def test_a_cancel_whose_nudge_was_lost_is_found_by_a_write(pool: Pool, stage: Stage) -> None:
-    async with pool.working(ScriptedEngine(stage.stream), beat_s=60, lease_s=100):
+    async with pool.working(ScriptedEngine(stage.stream), beat_s=60, lease_s=200):
         job = await pool.submit()
         await acquire(stage.begun)
         await pool.redis.hset(KEYS.job(job.id), "cancel", "cancelled")

@@ -15,6 +15,7 @@ from shared.registry import Registry
 from shared.transitions import Transitions
 from tests.unit.engines import ScriptedEngine
 from tests.unit.test_running import make_run
+from worker import presence
 from worker.engine.interface import Load, Model
 from worker.presence import STARTING_LEASES, Presence
 from worker.running import Running
@@ -25,13 +26,16 @@ class Announcements(Registry):
     def __init__(self) -> None:
         self.said: list[tuple[WorkerRecord, Sequence[ModelRecord], float]] = []
         self.failure: Exception | None = None
+        self.before: list[WorkerRecord] = []
+        """What stood there before each announcement, the next one last."""
 
     async def announce(
         self, worker: WorkerRecord, models: Sequence[ModelRecord], lease_s: float
-    ) -> None:
+    ) -> WorkerRecord | None:
         if self.failure is not None:
             raise self.failure
         self.said.append((worker, models, lease_s))
+        return self.before.pop() if self.before else worker
 
 
 class Beats(Transitions):
@@ -49,7 +53,7 @@ class Beats(Transitions):
 
 class Bench:
     def __init__(self, **settings: float) -> None:
-        values = {"beat_s": 0.005, "lease_s": 0.05, "stall_s": 0.05} | settings
+        values = {"beat_s": 0.005, "lease_s": 0.05} | settings
         self.settings = WorkerSettings(worker_id="w1", **values)  # type: ignore[arg-type]
         self.engine = ScriptedEngine(seats=8)
         self.registry, self.beats, self.running = Announcements(), Beats(), Running()
@@ -78,6 +82,24 @@ class Bench:
         async with asyncio.timeout(5):
             while not condition():
                 await self.turn()
+
+
+class Clock:
+    """Stands for the module `time`, and stands still."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(presence, "time", made)
+    return made
 
 
 @asynccontextmanager
@@ -123,13 +145,26 @@ async def test_a_starting_worker_names_no_model_and_has_time() -> None:
 
 
 async def test_a_change_is_said_at_once() -> None:
-    bench = Bench(beat_s=60)
+    bench = Bench(beat_s=60, lease_s=200)
     async with beating(bench):
         await bench.turn()
         bench.presence.state = "draining"
         bench.presence.beat_now()
         await bench.turn()
     assert [worker.state for worker, _, _ in bench.registry.said] == ["ready", "draining"]
+
+
+@pytest.mark.parametrize(("announcements", "warnings"), [(1, 0), (4, 1)])
+async def test_another_worker_of_its_name_that_lives_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, announcements: int, warnings: int
+) -> None:
+    """At the first beat it may be an earlier process of the same name."""
+    bench = Bench()
+    other = WorkerRecord(id="w1", pool="m", models=[], state="ready", seats=8, started_ms=1)
+    bench.registry.before = [other] * announcements
+    async with beating(bench):
+        await bench.turn(announcements + 1)
+    assert caplog.text.count("worker.twin") == warnings
 
 
 @pytest.mark.parametrize("word", ["cancelled", "expired", "fenced"])
@@ -166,26 +201,32 @@ async def test_a_failed_beat_is_not_the_last(failure: Exception, where: str) -> 
         await bench.until(lambda: bool(bench.registry.said))
 
 
-async def test_a_link_is_sound_after_a_whole_lease_of_beats() -> None:
-    bench = Bench(lease_s=0.04)
-    assert not bench.presence.sound()
+async def test_a_link_is_sound_after_a_whole_lease_of_beats(clock: Clock) -> None:
+    bench = Bench(lease_s=3)
     async with beating(bench):
         await bench.turn()
         assert not bench.presence.sound()
-        await bench.until(bench.presence.sound)
+        clock.now += 3
+        assert bench.presence.sound()
         bench.registry.failure = QueueUnavailable()
         await bench.turn(2)
         assert not bench.presence.sound()
         bench.registry.failure = None
-        await bench.turn()
+        await bench.turn(2)
+        clock.now += 2.9
         assert not bench.presence.sound()
-        await bench.until(bench.presence.sound)
+        clock.now += 0.2
+        assert bench.presence.sound()
 
 
-async def test_an_engine_with_work_and_no_steps_is_stalled_and_its_worker_silent() -> None:
-    bench = Bench(stall_s=0.03)
+async def test_an_engine_with_work_and_no_steps_is_stalled_and_its_worker_silent(
+    clock: Clock,
+) -> None:
+    bench = Bench()
     bench.running.add(make_run())
     async with beating(bench):
+        await bench.turn()
+        clock.now += 61
         await asyncio.wait_for(bench.presence.stalled.wait(), 5)
         await bench.turn()
         said, beats = len(bench.registry.said), len(bench.beats.beats)
@@ -194,31 +235,32 @@ async def test_an_engine_with_work_and_no_steps_is_stalled_and_its_worker_silent
 
 
 @pytest.mark.parametrize("why", ["steps", "idle", "flushing"])
-async def test_what_is_no_stall(why: str) -> None:
-    bench = Bench(stall_s=0.03)
+async def test_what_is_no_stall(why: str, clock: Clock) -> None:
+    bench = Bench()
     run = make_run()
     if why != "idle":
         bench.running.add(run)
     if why == "flushing":  # The engine is done with it; its last frames wait for the queue.
         bench.running.free(run)
-    loop = asyncio.get_running_loop()
-    until = loop.time() + 0.1
     async with beating(bench):
-        while loop.time() < until:
-            bench.engine.steps += why == "steps"
+        for _ in range(4):
             await bench.turn()
+            bench.engine.steps += why == "steps"
+            clock.now += 61
+            await bench.turn(2)
     assert not bench.presence.stalled.is_set()
 
 
-async def test_an_engine_gets_its_time_anew_with_each_step() -> None:
-    bench = Bench(stall_s=0.06)
+async def test_an_engine_gets_its_time_anew_with_each_step(clock: Clock) -> None:
+    bench = Bench()
     bench.running.add(make_run())
-    loop = asyncio.get_running_loop()
     async with beating(bench):
         for _ in range(4):
-            until = loop.time() + 0.03
-            while loop.time() < until:
-                await bench.turn()
+            await bench.turn(2)
+            clock.now += 59
+            await bench.turn(2)
             bench.engine.steps += 1
         assert not bench.presence.stalled.is_set()
+        await bench.turn(2)
+        clock.now += 61
         await asyncio.wait_for(bench.presence.stalled.wait(), 5)

@@ -44,6 +44,7 @@ def test_variables_are_read_with_their_prefix(monkeypatch: pytest.MonkeyPatch) -
         ("HEADRACE_KV_HIGH", "0"),
         ("HEADRACE_DEFAULT_MAX_TOKENS", "0"),
         ("HEADRACE_BEAT_S", "-1"),
+        ("HEADRACE_BEAT_S", "86401"),
         ("HEADRACE_METRICS_PORT", "70000"),
         ("HEADRACE_METRICS_HOST", ""),
     ],
@@ -105,3 +106,12 @@ def test_the_simulated_engine_has_its_own_prefix(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HEADRACE_SIMULATED_MODELS", "a, b")
     settings = read(SimulatedSettings)
     assert (settings.seats, settings.models) == (3, ("a", "b"))
+
+
+def test_a_lease_bears_the_loss_of_a_beat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_LEASE_S", "3")
+    monkeypatch.setenv("HEADRACE_BEAT_S", "1.6")
+    told = _failure(capsys, WorkerSettings)
+    assert "HEADRACE_BEAT_S must be at most half of HEADRACE_LEASE_S" in told
