@@ -22,13 +22,14 @@ from shared.errors import (
     UnknownJob,
 )
 from shared.keys import Keys, is_job_id
-from shared.outcomes import Attached
+from shared.outcomes import Attached, Submitted
 from shared.protocol import Job
 from shared.subscribers import Subscribers
 from shared.transitions import Transitions
 
-_FULL_RETRY_S = (2, 12)
-"""Spread, so that those who were refused together don't come back together."""
+_MADE_ROOM = 0.1
+"""Share of a full lane's jobs that shall have ended when a client comes back."""
+_RETRY_S = (1, 60)
 
 
 class Submitter:
@@ -151,7 +152,7 @@ class Submitter:
                 self._canceller.request(job.id, job.lane, early=True)
             raise
         if submitted.verdict == "full":
-            raise QueueFull(retry_after_s=random.uniform(*_FULL_RETRY_S))
+            raise QueueFull(retry_after_s=retry_s(submitted))
         if submitted.verdict == "cancelled":
             raise Cancelled
 
@@ -183,3 +184,13 @@ class Submitter:
         """Detach a stream from its channel."""
         self.open_streams -= 1
         self._channels.close(self._keys.channel(stream.job_id), stream)
+
+
+def retry_s(full: Submitted) -> float:
+    """Return when to come back to a full lane, by the pace at which its jobs end.
+
+    Spread, so that those who were refused together don't come back together.
+    """
+    least, most = _RETRY_S
+    made_room_s = _MADE_ROOM * full.oldest_s
+    return min(max(made_room_s * random.uniform(1, 2), random.uniform(least, 2 * least)), most)

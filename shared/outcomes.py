@@ -16,6 +16,8 @@ class Submitted:
     verdict: str
     entries: int = 0
     """Jobs in the lane, where it is full."""
+    oldest_s: float = 0
+    """How long the oldest of them has been there: as many have ended in that time, or more."""
 
 
 @dataclass(frozen=True)

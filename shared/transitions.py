@@ -101,7 +101,9 @@ class Transitions(Queries):
         verdict = reply[0].decode()
         if had < replicas and verdict in ("queued", "known"):
             raise QueueUnavailable("The queue has too few copies of its data. Try again later.")
-        return Submitted(verdict, entries=reply[1] if verdict == "full" else 0)
+        if verdict == "full":
+            return Submitted(verdict, entries=reply[1], oldest_s=reply[2] / 1000)
+        return Submitted(verdict)
 
     async def create_lanes(self, tags: Iterable[str]) -> None:
         """Create the consumer groups, at 0 so that nothing that waits is passed over."""
