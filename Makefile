@@ -43,8 +43,9 @@ lint: $(STAMPS)/dev
 	$(PY) -m mypy
 	.venv/bin/lint-imports
 
-faults: $(STAMPS)/dev ## Every fault, injected into real processes; writes docs/guarantees.md
-	$(PY) -m pytest -p tests.durations -p tests.faults.report tests/faults $(ARGS)
+faults: $(STAMPS)/engine $(STAMPS)/dev $(MODEL_READY) ## Every fault, injected into real processes; writes docs/guarantees.md
+	$(PY) -m pytest -p tests.durations -p tests.faults.report \
+		tests/faults tests/e2e/test_vllm_failover_processes.py $(ARGS)
 
 chaos: $(STAMPS)/dev ## Random faults under load
 	$(PY) -m tests.faults.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -1,6 +1,6 @@
 """A pytest plugin: runs every row of the fault suite, and writes the table of what they showed.
 
-python -m pytest -p tests.faults.report tests/faults
+python -m pytest -p tests.faults.report tests/faults tests/e2e/test_vllm_failover_processes.py
 
 The rows of a run replace those of earlier ones in docs/guarantees.md. A run of the whole suite
 replaces all of them.
@@ -20,6 +20,8 @@ from tests.faults.scene import Result
 PAGE = Path(__file__).parents[2] / "docs" / "guarantees.md"
 BEGIN = "<!-- faults: written by make faults -->"
 END = "<!-- faults: end -->"
+
+SUITE = {"tests/faults", "tests/e2e/test_vllm_failover_processes.py"}
 
 HEAD = (
     "| fault | requests | exact | otherwise | stall p50 | p95 | max |",
@@ -80,7 +82,7 @@ class Table:
 
 def _narrowed(config: pytest.Config) -> bool:
     """Tell whether only a part of the suite was asked for."""
-    return any("::" in arg or arg.endswith(".py") for arg in config.args) or config.option.lf
+    return bool(set(config.args) != SUITE or config.option.lf)
 
 
 def written() -> dict[str, str]:
