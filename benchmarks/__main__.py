@@ -17,7 +17,7 @@ import uvloop
 from benchmarks import report
 from benchmarks.figures import Options, Part
 from benchmarks.layout import Layout
-from benchmarks.parts import memory, peers, real_engine, redis_cost, streams, ttft
+from benchmarks.parts import memory, peers, real_engine, redis_cost, resume, streams, ttft
 
 RESULTS = Path(".headrace/bench")
 PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
@@ -25,6 +25,7 @@ PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
     "streams": streams.run,
     "memory": memory.run,
     "redis": redis_cost.run,
+    "resume": resume.run,
     "vllm": real_engine.run,
     "peers": peers.run,
 }
