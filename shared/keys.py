@@ -20,6 +20,7 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 | `{p}:{registry}:gateways` | set | names of gateways | 1 hour, renewed by each announcement | gateway | worker |
 | `{p}:{registry}:gateway:<name>` | string | nothing: that it is there | the gateway's lease | gateway | worker |
 | `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
+| `{p}:{registry}:keys` | hash | id of an API key → `KeyRecord`, MessagePack | none | admin | gateway |
 """
 
 from __future__ import annotations
@@ -122,3 +123,6 @@ class Keys:
 
     def models(self) -> str:
         return self._tagged(REGISTRY, "models")
+
+    def api_keys(self) -> str:
+        return self._tagged(REGISTRY, "keys")
