@@ -81,13 +81,16 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
     health = Health(gateway)
 
     async def models(request: Request) -> Response:
+        await gateway.identify(request)
         return _json({"object": "list", "data": gateway.models.listing()})
 
     async def model(request: Request) -> Response:
+        await gateway.identify(request)
         return _json(gateway.models.card(request.path_params["name"]))
 
     async def job(request: Request) -> Response:
         exchange_of(request.scope).endpoint = "/v1/jobs/{id}"
+        await gateway.identify(request)
         return _json(await gateway.jobs.status(request.path_params["job_id"]))
 
     async def stream(request: Request) -> Response:
@@ -95,6 +98,7 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
 
     async def cancel(request: Request) -> Response:
         exchange_of(request.scope).endpoint = "/v1/jobs/{id}/cancel"
+        await gateway.identify(request)
         return _json(await gateway.jobs.cancel(request.path_params["job_id"]))
 
     app.add_route("/healthz", health.healthz, methods=["GET"])
