@@ -223,11 +223,11 @@ class Gateway:
         """Relay a job's answer from behind an event on, whichever gateway submitted it."""
         exchange = exchange_of(request.scope)
         exchange.endpoint = "/v1/jobs/{id}/stream"
-        await self.identify(request)
+        caller = await self.identify(request)
         headers = request.headers
         after = options.after(request.query_params.get("after"), headers.get("last-event-id"))
         ids = options.wants_ids(headers)
-        stream, attached = await self.submitter.join(job_id)
+        stream, attached = await self.submitter.join(job_id, caller.tenant)
         exchange.lane = attached.lane
         numbering = Numbering(after=after, ids=ids) if after or ids else None
         return self._relayed(exchange, stream, attached.stream, numbering)

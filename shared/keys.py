@@ -8,7 +8,7 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 |---|---|---|---|---|---|
 | `{p}:{tag}:lane:<lane>` | stream | one entry per job, queued or running: `j` | 7 days, renewed by submit | submit, finish, cancel, adopt | worker |
 | `{p}:{tag}:lane:<lane>:returned` | stream | the same, handed back: claimed before the lane | as above | hand back | worker |
-| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
+| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream tenant readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
 | `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, field `f` | as the job's | publish, finish, cancel, adopt | gateway |
 | `{p}:{tag}:cancel:<id>` | string | a cancel that came before its job | 1 minute | cancel | submit |
 | `{p}:{<digest>}:request` | string | an idempotency key's hash → `<fingerprint> <job>` | time-out + result TTL | remember | gateway |

@@ -162,3 +162,91 @@ async def test_without_keys_no_gateway_listens_to_the_world(valkey: ValkeyServer
     assert b"there are no API keys" in done.stderr
     assert b"HEADRACE_AUTH" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+async def test_what_a_tenant_makes_is_there_for_nobody_else(pair: Pair) -> None:
+    gateway, worker = pair
+    ours, same = await key_for(worker, "acme"), await key_for(worker, "acme")
+    other = await key_for(worker, "rival")
+    stream = {**WHOLE, "stream": True}
+    asked = asyncio.ensure_future(sse.fetch(gateway.chat, stream, headers=ours.headers))
+    job = await worker.take()
+    url, none = (f"{gateway.url}/v1/jobs/{one}" for one in (job.job.id, job.job.id[::-1]))
+    for path, body in (("", None), ("/stream", None), ("/cancel", {})):
+        told = [await sse.fetch(one + path, body, headers=other.headers) for one in (url, none)]
+        assert [response.status for response, _ in told] == [404, 404]
+        assert told[0][1] == told[1][1]
+        unlike = ("x-request-id", "date")
+        heads = [{k: v for k, v in r.headers.items() if k not in unlike} for r, _ in told]
+        assert heads[0] == heads[1]
+    status, known = await ask(url, headers=same.headers)
+    assert (status, known["state"]) == (200, "running")
+    assert "tenant" not in known
+    state = await job.state()
+    assert (state["tenant"], state["readers"].count("/")) == ("acme", 1)
+    resumed = asyncio.ensure_future(sse.fetch(f"{url}/stream", headers=same.headers))
+    await job.stream(b"1")
+    assert (await asked)[1] == (await resumed)[1]
+    assert (await ask(f"{url}/cancel", {}, headers=same.headers))[0] == 200
+    # Also when it has ended.
+    for path, body in (("", None), ("/stream", None), ("/cancel", {})):
+        assert await refused(url + path, body, headers=other.headers) == (404, "job_not_found")
+
+
+async def test_an_idempotency_key_is_its_tenants_own(pair: Pair) -> None:
+    gateway, worker = pair
+    once = {"Idempotency-Key": "once"}
+    keys = [await key_for(worker, tenant) for tenant in ("acme", "acme", "rival")]
+    asked = [
+        asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE, headers={**key.headers, **once}))
+        for key in keys
+    ]
+    jobs = [await worker.take() for _ in range(2)]
+    assert sorted(job.job.tenant for job in jobs) == ["acme", "rival"]
+    for job in jobs:
+        await job.whole(json.dumps({"for": job.job.tenant}).encode())
+    told = [json.loads((await one)[1])["for"] for one in asked]
+    assert told == ["acme", "acme", "rival"]
+    assert len(await worker.job_ids()) == 2
+
+
+async def test_models_are_those_that_a_key_may_use(valkey: ValkeyServer) -> None:
+    prefix = "keyedmodels"
+    async with (
+        FakeWorker(valkey.url, key_prefix=prefix, models=["adapter", "other"]) as worker,
+        RunningGateway(valkey.url, key_prefix=prefix, auth="keys") as gateway,
+    ):
+        key = await key_for(worker, models=["adapter", "not-there"])
+        anything = await key_for(worker)
+        models = f"{gateway.url}/v1/models"
+        _, told = await ask(models, headers=key.headers)
+        assert [card["id"] for card in told["data"]] == ["adapter"]
+        _, told = await ask(models, headers=anything.headers)
+        assert [card["id"] for card in told["data"]] == ["adapter", "other", "tiny"]
+        assert (await ask(f"{models}/adapter", headers=key.headers))[0] == 200
+        for name in ("tiny", "not-there"):
+            assert await refused(f"{models}/{name}", headers=key.headers) == (
+                404,
+                "model_not_found",
+            )
+
+
+async def test_jobs_of_nobody_in_particular_are_no_tenants(valkey: ValkeyServer) -> None:
+    prefix = "opened"
+    async with (
+        FakeWorker(valkey.url, key_prefix=prefix) as worker,
+        RunningGateway(valkey.url, key_prefix=prefix, auth="open") as opened,
+        RunningGateway(valkey.url, key_prefix=prefix, auth="keys") as gateway,
+    ):
+        key = await key_for(worker)
+        asked = asyncio.ensure_future(sse.fetch(opened.chat, WHOLE))
+        theirs = await worker.take()
+        kept = asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE, headers=key.headers))
+        ours = await worker.take()
+        path = f"/v1/jobs/{theirs.job.id}"
+        assert (await ask(opened.url + path))[0] == 200
+        assert await refused(gateway.url + path, headers=key.headers) == (404, "job_not_found")
+        assert await refused(f"{opened.url}/v1/jobs/{ours.job.id}") == (404, "job_not_found")
+        for job in (theirs, ours):
+            await job.whole(b"{}")
+        await asyncio.gather(asked, kept)
