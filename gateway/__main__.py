@@ -16,15 +16,21 @@ import uvicorn
 from gateway import descriptors
 from gateway.app import Application, create_app
 from gateway.bounded import bounded
+from gateway.callers import is_loopback
 from gateway.settings import GatewaySettings
 from shared import logs, settings
+from shared.apikeys import KeyStore
+from shared.connection import Connections
+from shared.errors import HeadraceError
 from shared.garbage import collect_rarely
+from shared.keys import Keys
 from shared.logs import Log
 
 log = Log("gateway")
 
 _BROKEN_OFF = "ASGI callable returned without completing response."
 _LOOK_S = 0.05
+_ASK_S = 3.0
 _MARGIN_S = 5
 """Between the cutting of what is open and the end of the server's patience."""
 
@@ -79,10 +85,36 @@ def build_server(config: GatewaySettings) -> Server:
     return server
 
 
+async def keys_exist(config: GatewaySettings) -> bool | None:
+    """Tell whether there are API keys; None where the queue can't be asked."""
+    clients = Connections(config, name="headrace-gateway-start", connections=1)
+    try:
+        async with asyncio.timeout(_ASK_S):
+            return await KeyStore(clients, Keys(config.key_prefix)).exist()
+    except (HeadraceError, TimeoutError):
+        return None
+    finally:
+        await clients.aclose()
+
+
+def refuse_strangers(config: GatewaySettings) -> None:
+    """Leave rather than listen to the world where nobody could be told from anybody else."""
+    if config.auth != "auto" or is_loopback(config.host):
+        return
+    if asyncio.run(keys_exist(config)) is False:
+        sys.stderr.write(
+            f"headrace: there are no API keys, and {config.host} is not this machine alone: make "
+            "one with headrace-admin keys create, or set HEADRACE_AUTH to keys (all are refused "
+            "until there is one) or to open (anybody is served)\n"
+        )
+        sys.exit(2)
+
+
 def main() -> NoReturn:
     """Run a gateway until SIGTERM or SIGINT; exit 0 after a drain, 1 after a failure."""
     config = settings.read(GatewaySettings)
     logs.configure(config.log_format, config.log_level)
+    refuse_strangers(config)
     needed = descriptors.needed(config.max_streams, config.redis_connections)
     allowed = descriptors.allow(needed)
     if allowed < needed:

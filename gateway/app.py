@@ -81,21 +81,25 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
     health = Health(gateway)
 
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": gateway.models.listing()})
+        caller = await gateway.identify(request)
+        return _json({"object": "list", "data": gateway.models.listing(caller)})
 
     async def model(request: Request) -> Response:
-        return _json(gateway.models.card(request.path_params["name"]))
+        caller = await gateway.identify(request)
+        return _json(gateway.models.card(request.path_params["name"], caller))
 
     async def job(request: Request) -> Response:
         exchange_of(request.scope).endpoint = "/v1/jobs/{id}"
-        return _json(await gateway.jobs.status(request.path_params["job_id"]))
+        caller = await gateway.identify(request)
+        return _json(await gateway.jobs.status(request.path_params["job_id"], caller.tenant))
 
     async def stream(request: Request) -> Response:
         return cast(Response, await gateway.resume(request.path_params["job_id"], request))
 
     async def cancel(request: Request) -> Response:
         exchange_of(request.scope).endpoint = "/v1/jobs/{id}/cancel"
-        return _json(await gateway.jobs.cancel(request.path_params["job_id"]))
+        caller = await gateway.identify(request)
+        return _json(await gateway.jobs.cancel(request.path_params["job_id"], caller.tenant))
 
     app.add_route("/healthz", health.healthz, methods=["GET"])
     app.add_route("/readyz", health.readyz, methods=["GET"])

@@ -21,6 +21,13 @@ from shared.errors import (
     UnsupportedMediaType,
 )
 
+_LANES = {
+    "flex": "batch",
+    "batch": "batch",
+    "default": "interactive",
+    "priority": "interactive",
+}
+"""`service_tier` → lane."""
 _BOM = b"\xef\xbb\xbf"
 _TRUE_WORDS = frozenset({"true", "1", "yes", "on", "t", "y"})
 _INT_DIGITS = 4300
@@ -45,9 +52,10 @@ class Fields(msgspec.Struct, frozen=True):
     previous_response_id: Any = None
 
     @property
-    def lane(self) -> str:
-        """The lane that the request asks for."""
-        return "batch" if self.service_tier in ("flex", "batch") else "interactive"
+    def lane(self) -> str | None:
+        """The lane that the request asks for, if it does."""
+        tier = self.service_tier
+        return _LANES.get(tier) if isinstance(tier, str) else None
 
     @property
     def asks_stream(self) -> bool:

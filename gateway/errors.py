@@ -63,6 +63,20 @@ class HeadTooLarge(InvalidRequest):
     status = 431
 
 
+class InvalidApiKey(InvalidRequest):
+    """Incorrect API key provided."""
+
+    code = "invalid_api_key"
+    status = 401
+
+
+class Forbidden(InvalidRequest):
+    """This API key may not do that."""
+
+    code = "permission_denied"
+    status = 403
+
+
 class IdempotencyConflict(InvalidRequest):
     """This `Idempotency-Key` was sent before with another request."""
 
@@ -91,7 +105,8 @@ def error_json(error: HeadraceError) -> bytes:
 def error_headers(error: HeadraceError) -> dict[str, str]:
     """Return what tells a client whether and when to try again."""
     if not error.retryable:
-        return {"x-should-retry": "false"}
+        login = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+        return {"x-should-retry": "false", **login}
     if error.status != 503:
         return {}
     seconds = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s

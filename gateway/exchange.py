@@ -31,6 +31,7 @@ class Exchange:
         "endpoint",
         "items",
         "job_id",
+        "key_id",
         "lane",
         "model",
         "outcome",
@@ -39,6 +40,7 @@ class Exchange:
         "request_id",
         "started_at",
         "status",
+        "tenant",
     )
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -48,6 +50,9 @@ class Exchange:
         self.model = ""
         self.lane = ""
         self.job_id = ""
+        self.tenant = ""
+        self.key_id = ""
+        """Id of the caller's API key."""
         self.status = 0
         self.outcome = ""
         self.started_at = time.perf_counter()
@@ -92,6 +97,8 @@ class Exchange:
             lane=self.lane,
             job=self.job_id,
             request=self.request_id,
+            tenant=self.tenant,
+            key=self.key_id,
             status=self.status,
             outcome=outcome,
             ttft_s=None if ttft_s is None else round(ttft_s, 4),

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from gateway import body, options
+from gateway import body, callers, options
+from gateway.callers import Callers
 from gateway.cancels import RUNNERS, Canceller
 from gateway.endpoints import Endpoint
 from gateway.errors import Overloaded
@@ -25,11 +26,12 @@ from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
 from gateway.sweeper import Sweeper
+from shared.apikeys import KeyStore
 from shared.connection import Connections
 from shared.errors import BodyTooLarge
 from shared.keys import Keys, new_job_id
 from shared.logs import Log
-from shared.protocol import Job
+from shared.protocol import Job, KeyRecord
 from shared.registry import Registry
 from shared.subscribers import Subscribers
 from shared.transitions import Transitions
@@ -64,6 +66,7 @@ class Gateway:
         reading = Transitions(self.registry_redis, keys, result_ttl_s=settings.result_ttl_s)
         self.models = Models(settings, registry, reading, self.metrics)
         self.models.on_deserted = self._give_up
+        self.callers = Callers(settings, KeyStore(self.registry_redis, keys))
         self.sweeper = Sweeper()
         # Not the gateway's id alone: another process may take that up again.
         own_name = f"{settings.gateway_id}-{secrets.token_hex(4)}"
@@ -94,6 +97,7 @@ class Gateway:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.subscriber.run())
                 group.create_task(self.models.run())
+                group.create_task(self.callers.run())
                 group.create_task(self.canceller.run())
                 group.create_task(self.sweeper.run())
                 group.create_task(self.presence.run())
@@ -140,10 +144,18 @@ class Gateway:
         metrics.reconnects.set(max(0, self.subscriber.reconnects))
         return metrics.render()
 
+    async def identify(self, request: Request) -> KeyRecord:
+        """Return whose request this is. Raises `InvalidApiKey`."""
+        exchange = exchange_of(request.scope)
+        caller = await self.callers.identify(request.headers)
+        exchange.tenant, exchange.key_id = caller.tenant, caller.id
+        return caller
+
     async def answer(self, endpoint: Endpoint, request: Request) -> ASGIApp:
         """Turn a request into a job and its frames into an answer."""
         exchange = exchange_of(request.scope)
         exchange.endpoint = endpoint.path
+        caller = await self.identify(request)
         self.submitter.check_room()
         with body.Share(self.bodies) as share:
             try:
@@ -156,26 +168,38 @@ class Gateway:
             except (BodyTooLarge, Overloaded) as error:
                 exchange.outcome = error.code
                 return body.Refusal(error)
-            return await self._submit(endpoint, request, exchange, raw)
+            return await self._submit(endpoint, request, exchange, caller, raw)
 
     async def _submit(
-        self, endpoint: Endpoint, request: Request, exchange: Exchange, raw: bytes
+        self,
+        endpoint: Endpoint,
+        request: Request,
+        exchange: Exchange,
+        caller: KeyRecord,
+        raw: bytes,
     ) -> ASGIApp:
         fields = body.decode(raw)
         body.refuse_stored_state(fields)
         asks_stream = endpoint.streams and fields.asks_stream
-        asked = options.read(request.headers, self.settings, stream=asks_stream)
+        asked = options.read(
+            request.headers, self.settings, stream=asks_stream, on_disconnect=caller.on_disconnect
+        )
+        if isinstance(fields.model, str) and fields.model:
+            callers.check_model(caller, fields.model)  # Before it is said whether there is one.
         record = self.models.resolve(fields.model)
-        exchange.model, exchange.lane = record.name, fields.lane
+        callers.check_model(caller, record.name)
+        lane = callers.lane_for(caller, fields.lane)
+        exchange.model, exchange.lane = record.name, lane
         job = Job(
             id=new_job_id(self.models.shard(record)),
             path=endpoint.path,
             body=raw,
             model=record.name,
-            lane=fields.lane,
+            lane=lane,
             stream=asks_stream,
             sequences=fields.sequences,
             max_tokens_given=fields.max_tokens_given,
+            tenant=caller.tenant,
             request_id=exchange.request_id,
             gateway=self.settings.gateway_id,
             patience_s=asked.patience_s,
@@ -199,10 +223,11 @@ class Gateway:
         """Relay a job's answer from behind an event on, whichever gateway submitted it."""
         exchange = exchange_of(request.scope)
         exchange.endpoint = "/v1/jobs/{id}/stream"
+        caller = await self.identify(request)
         headers = request.headers
         after = options.after(request.query_params.get("after"), headers.get("last-event-id"))
         ids = options.wants_ids(headers)
-        stream, attached = await self.submitter.join(job_id)
+        stream, attached = await self.submitter.join(job_id, caller.tenant)
         exchange.lane = attached.lane
         numbering = Numbering(after=after, ids=ids) if after or ids else None
         return self._relayed(exchange, stream, attached.stream, numbering)

@@ -15,7 +15,7 @@ from shared.transitions import Transitions
 
 
 class Jobs:
-    """What clients may do with a job whose id they know."""
+    """What clients may do with a job of their tenant whose id they know."""
 
     def __init__(
         self, settings: GatewaySettings, clients: Clients, keys: Keys, transitions: Transitions
@@ -25,10 +25,10 @@ class Jobs:
         self._keys = keys
         self._transitions = transitions
 
-    async def status(self, job_id: str) -> dict[str, Any]:
+    async def status(self, job_id: str, tenant: str) -> dict[str, Any]:
         """Return what is known of a job, never what was asked or answered. Raises `UnknownJob`."""
         found = await read_status(self._clients, self._keys, job_id) if is_job_id(job_id) else None
-        if found is None:
+        if found is None or found.tenant != tenant:
             raise UnknownJob
         return {
             "id": job_id,
@@ -50,9 +50,11 @@ class Jobs:
             "usage": _usage(found.usage),
         }
 
-    async def cancel(self, job_id: str) -> dict[str, Any]:
+    async def cancel(self, job_id: str, tenant: str) -> dict[str, Any]:
         """End a job and tell what it was doing. Safe to repeat. Raises `UnknownJob`."""
-        done = await cancel_and_wait(self._transitions, job_id, force_after_s=self._force_after_s)
+        done = await cancel_and_wait(
+            self._transitions, job_id, force_after_s=self._force_after_s, tenant=tenant
+        )
         return {
             "id": job_id,
             "object": "job",

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.callers import may_use
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from shared.connection import reason
@@ -22,7 +23,7 @@ from shared.errors import (
 )
 from shared.keys import tags
 from shared.logs import Log
-from shared.protocol import ModelRecord
+from shared.protocol import KeyRecord, ModelRecord
 from shared.registry import Registry, Snapshot
 from shared.transitions import Transitions
 
@@ -180,17 +181,18 @@ class Models:
         depth = self._settings.max_queue_depth
         return max(1, math.ceil((seats + depth) / record.shards))
 
-    def listing(self) -> list[dict[str, Any]]:
-        """Return OpenAI's list of the models that have a worker now."""
+    def listing(self, caller: KeyRecord) -> list[dict[str, Any]]:
+        """Return OpenAI's list of the models that have a worker now and that a caller may use."""
         snapshot = self._snapshot
         if snapshot is None:
             raise QueueUnavailable(retry_after_s=2)
         served = {name for worker in snapshot.ready() for name in worker.models}
-        return [_card(snapshot.models[name]) for name in sorted(served & snapshot.models.keys())]
+        known = sorted(served & snapshot.models.keys())
+        return [_card(snapshot.models[name]) for name in known if may_use(caller, name)]
 
-    def card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's description of a model that has a worker now."""
-        for card in self.listing():
+    def card(self, name: str, caller: KeyRecord) -> dict[str, Any]:
+        """Return OpenAI's description of one of these models."""
+        for card in self.listing(caller):
             if card["id"] == name:
                 return card
         raise UnknownModel(f"The model `{name[:200]}` does not exist.", param="model")

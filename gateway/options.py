@@ -30,15 +30,18 @@ class Options:
     """The request's idempotency key."""
 
 
-def read(headers: Headers, settings: GatewaySettings, *, stream: bool) -> Options:
-    """Return the options of a request. Raises `InvalidRequest`."""
+def read(
+    headers: Headers, settings: GatewaySettings, *, stream: bool, on_disconnect: str = ""
+) -> Options:
+    """Return the options of a request. `on_disconnect`: its caller's. Raises `InvalidRequest`."""
+    policy = on_disconnect or settings.on_disconnect
     resumable = wants_ids(headers)
     key = _key(headers.get("idempotency-key"))
     returns = key is not None or (resumable and stream)
     return Options(
         timeout_s=_timeout(headers.get("x-request-timeout"), settings),
         resumable=resumable,
-        patience_s=_patience(headers.get("x-on-disconnect"), settings, returns=returns),
+        patience_s=_patience(headers.get("x-on-disconnect"), policy, settings, returns=returns),
         failover=_failover(headers.get("x-failover")),
         key=key,
     )
@@ -69,9 +72,11 @@ def _timeout(header: str | None, settings: GatewaySettings) -> float:
     return min(asked_s, settings.max_request_timeout_s)
 
 
-def _patience(header: str | None, settings: GatewaySettings, *, returns: bool) -> float | None:
+def _patience(
+    header: str | None, default: str, settings: GatewaySettings, *, returns: bool
+) -> float | None:
     """`returns`: the client has the means to come back."""
-    policy = settings.on_disconnect if header is None else header.strip().lower()
+    policy = default if header is None else header.strip().lower()
     if header is None and returns and policy == "cancel":
         return min(settings.resume_grace_s, settings.max_grace_s)
     if policy == "cancel":

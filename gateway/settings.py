@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,10 @@ class GatewaySettings(RedisSettings):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65_535)
     """Port to listen on; 0 takes a free one."""
+    auth: Literal["auto", "keys", "open"] = "auto"
+    """`keys`: none but callers with an API key; `open`: anybody; `auto`: keys, if there are any."""
+    auth_cache_s: Annotated[float, Field(ge=0.1, le=60)] = 5
+    """How long a key is known without being looked up again, and a disabled one may be taken."""
     gateway_id: str = Field(default_factory=_own_id, pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """This gateway's name in jobs and log lines."""
     max_body_bytes: Bytes = 32 << 20

@@ -88,8 +88,8 @@ class Submitter:
             raise
         return stream
 
-    async def join(self, job_id: str) -> tuple[JobStream, Attached]:
-        """Return a stream of a job that was submitted before, anywhere, from its beginning.
+    async def join(self, job_id: str, tenant: str) -> tuple[JobStream, Attached]:
+        """Return a stream of a tenant's job that was submitted before, from its beginning.
 
         Raises `UnknownJob`, `AnswerGone`, `QueueUnavailable`, `Overloaded`.
         """
@@ -100,7 +100,7 @@ class Submitter:
         self.open_streams += 1
         try:
             async with asyncio.timeout(self._settings.submit_timeout_s):
-                attached = await self._attach(stream)
+                attached = await self._attach(stream, tenant)
                 if attached.state != "done":
                     await self._subscribe(stream)
         except BaseException as error:
@@ -142,7 +142,7 @@ class Submitter:
                 wait_s=self._settings.redis_timeout_s / 2,
             )
             if submitted.verdict == "known":
-                await self._attach(stream)
+                await self._attach(stream, job.tenant)
         except QueueFull:
             raise
         except BaseException:  # It may have been done all the same.
@@ -156,9 +156,9 @@ class Submitter:
         if submitted.verdict == "cancelled":
             raise Cancelled
 
-    async def _attach(self, stream: JobStream) -> Attached:
+    async def _attach(self, stream: JobStream, tenant: str) -> Attached:
         """Have a stream begin with what its job's log holds, and live by the job's deadline."""
-        attached = await self._transitions.attach(stream.job_id, stream.reader)
+        attached = await self._transitions.attach(stream.job_id, stream.reader, tenant=tenant)
         if attached is None:
             raise UnknownJob
         stream.lane = attached.lane

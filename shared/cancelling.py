@@ -29,13 +29,14 @@ class Acknowledged:
 
 
 async def cancel_and_wait(
-    transitions: Transitions, job_id: str, *, force_after_s: float
+    transitions: Transitions, job_id: str, *, force_after_s: float, tenant: str | None = None
 ) -> Acknowledged:
     """End a job and tell what it was doing. Safe to repeat. Raises `UnknownJob`.
 
+    `tenant`: whose job it must be, if that matters.
     A running job that its worker doesn't end within `force_after_s` is ended over its head.
     """
-    lane = await transitions.lane_of(job_id) if is_job_id(job_id) else None
+    lane = await transitions.lane_of(job_id, tenant=tenant) if is_job_id(job_id) else None
     if lane is None:
         raise UnknownJob
     first = await transitions.cancel(job_id, lane)

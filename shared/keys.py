@@ -8,7 +8,7 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 |---|---|---|---|---|---|
 | `{p}:{tag}:lane:<lane>` | stream | one entry per job, queued or running: `j` | 7 days, renewed by submit | submit, finish, cancel, adopt | worker |
 | `{p}:{tag}:lane:<lane>:returned` | stream | the same, handed back: claimed before the lane | as above | hand back | worker |
-| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
+| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream tenant readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
 | `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, field `f` | as the job's | publish, finish, cancel, adopt | gateway |
 | `{p}:{tag}:cancel:<id>` | string | a cancel that came before its job | 1 minute | cancel | submit |
 | `{p}:{<digest>}:request` | string | an idempotency key's hash → `<fingerprint> <job>` | time-out + result TTL | remember | gateway |
@@ -20,6 +20,7 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 | `{p}:{registry}:gateways` | set | names of gateways | 1 hour, renewed by each announcement | gateway | worker |
 | `{p}:{registry}:gateway:<name>` | string | nothing: that it is there | the gateway's lease | gateway | worker |
 | `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
+| `{p}:{registry}:keys` | hash | id of an API key → `KeyRecord`, MessagePack | none | admin | gateway |
 """
 
 from __future__ import annotations
@@ -122,3 +123,6 @@ class Keys:
 
     def models(self) -> str:
         return self._tagged(REGISTRY, "models")
+
+    def api_keys(self) -> str:
+        return self._tagged(REGISTRY, "keys")

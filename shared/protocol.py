@@ -121,6 +121,32 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time, seconds."""
 
 
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An API key: whose it is and what it may do. Its secret is not in it."""
+
+    id: str
+    name: str = ""
+    """For people."""
+    tenant: str
+    """Keys of one tenant see each other's jobs."""
+    secrets: list[tuple[bytes, int]] = []
+    """SHA-256 of each secret, and until when it is valid: Unix time in milliseconds, 0 for ever."""
+    models: list[str] = []
+    """What it may use; empty: all."""
+    lane: str = "interactive"
+    """Of requests that ask for none."""
+    highest_lane: str = "interactive"
+    """The most urgent one that it may ask for."""
+    on_disconnect: str = ""
+    """What becomes of a job whose client has left; empty: as the gateway does it."""
+    max_tokens: int = 0
+    """Longest answer; 0: as the worker does it. So it is with what follows."""
+    max_in_flight: int = 0
+    max_body_bytes: int = 0
+    disabled: bool = False
+    created_ms: int = 0
+
+
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 """Record → MessagePack."""
@@ -131,6 +157,7 @@ decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_usage = msgspec.msgpack.Decoder(Usage).decode
 decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 decode_model = msgspec.msgpack.Decoder(ModelRecord).decode
+decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 
 class Envelope(NamedTuple):

@@ -102,11 +102,13 @@ class Queries:
             for found, over_ms in await self._call("readers", names, [])
         ]
 
-    async def lane_of(self, job_id: str) -> str | None:
-        """Return the lane of a job, or None if there is no such job."""
-        key = self._keys.job(job_id)
-        lane: Any = await self._at(tag_of(job_id), lambda redis: redis.hget(key, "lane"))
-        return lane.decode() if lane else None
+    async def lane_of(self, job_id: str, *, tenant: str | None = None) -> str | None:
+        """Return the lane of a job, or None if there is no such job, of this tenant if one is
+        given."""
+        key, fields = self._keys.job(job_id), ["lane", "tenant"]
+        found: Any = await self._at(tag_of(job_id), lambda redis: redis.hmget(key, fields))
+        lane, owner = (one.decode() if one else "" for one in found)
+        return lane if lane and tenant in (None, owner) else None
 
     async def read_log(self, job_id: str, after: int, count: int = LOG_PAGE) -> LogPage:
         """Read a page of a job's log behind a sequence number."""

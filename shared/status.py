@@ -18,7 +18,8 @@ COUNTED = 10_000
 """Highest place in a lane that is counted out."""
 
 _FIELDS = (
-    "state outcome lane model stream attempts strikes submitted started finished deadline usage"
+    "state outcome lane model stream attempts strikes submitted started finished deadline usage "
+    "tenant"
 ).split()
 _status = Script("status")
 
@@ -45,6 +46,7 @@ class Status:
     """Until the last start, or until now."""
     ran_s: float | None
     usage: Usage | None
+    tenant: str
 
 
 async def read_status(clients: Clients, keys: Keys, job_id: str) -> Status | None:
@@ -91,4 +93,5 @@ async def read_status(clients: Clients, keys: Keys, job_id: str) -> Status | Non
         waited_s=round(max((began or until) - submitted, 0), 3),
         ran_s=None if began is None else round(max(until - began, 0), 3),
         usage=protocol.decode_usage(fields["usage"]) if "usage" in fields else None,
+        tenant=fields.get("tenant", ""),
     )

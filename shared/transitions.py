@@ -88,6 +88,7 @@ class Transitions(Queries):
             LANE_TTL_MS,
             job.model,
             int(job.stream),
+            job.tenant,
             reader,
             -1 if job.patience_s is None else int(job.patience_s * 1000),
         ]
@@ -300,11 +301,13 @@ class Transitions(Queries):
         usage = protocol.decode_usage(reply[2]) if reply[2] else None
         return CancelOutcome(word, reply[1].decode(), usage)
 
-    async def attach(self, job_id: str, reader: str) -> Attached | None:
-        """Begin to read a job's answer; None if there is no such job."""
-        reply = await self._call(
-            "attach", [self._keys.job(job_id), self._keys.log(job_id)], [reader]
-        )
+    async def attach(
+        self, job_id: str, reader: str, *, tenant: str | None = None
+    ) -> Attached | None:
+        """Begin to read a job's answer; None if there is no such job, of this tenant if one is
+        given."""
+        args = [reader] if tenant is None else [reader, tenant]
+        reply = await self._call("attach", [self._keys.job(job_id), self._keys.log(job_id)], args)
         if not reply:
             return None
         state, outcome, lane, stream, left_ms, frames = reply

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import msgspec
 
-from shared.admin import dead, jobs, text
+from shared.admin import dead, jobs, keys, text
 from shared.admin.access import Access, Refused
 from shared.admin.arguments import parser
 from shared.admin.documents import Drained, Error, Record
@@ -59,6 +59,8 @@ async def carry_out(access: Access, args: argparse.Namespace) -> Record:
             return await jobs.cancel(access, args.job)
         case "drain":
             return await drain(access, args.worker, args.wait)
+        case "keys":
+            return await _keys(access, args)
     match args.dead_command:
         case "list":
             return await dead.listing(access, pool=args.pool, limit=args.limit)
@@ -67,6 +69,21 @@ async def carry_out(access: Access, args: argparse.Namespace) -> Record:
         case "requeue":
             return await dead.requeue(access, args.job, args.timeout)
     return await dead.purge(access, args.job, pool=args.pool)
+
+
+async def _keys(access: Access, args: argparse.Namespace) -> Record:
+    match args.keys_command:
+        case "create":
+            return await keys.create(access, args)
+        case "list":
+            return await keys.listing(access)
+        case "show":
+            return await keys.show(access, args.key)
+        case "rotate":
+            return await keys.rotate(access, args.key, args.grace)
+        case "delete":
+            return await keys.delete(access, args.key)
+    return await keys.disable(access, args.key, disabled=args.keys_command == "disable")
 
 
 def exit_code(answer: Record, args: argparse.Namespace) -> Exit:

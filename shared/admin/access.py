@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from shared import protocol
 from shared.admin.documents import Attempt
 from shared.admin.settings import AdminSettings
+from shared.apikeys import KeyStore
 from shared.border import translated
 from shared.connection import Connections
 from shared.keys import REGISTRY, Keys, tag_of, tags
@@ -69,6 +70,7 @@ class Access:
         self.keys = Keys(settings.key_prefix)
         self.transitions = Transitions(self.clients, self.keys, result_ttl_s=settings.result_ttl_s)
         self.registry = Registry(self.clients, self.keys)
+        self.api_keys = KeyStore(self.clients, self.keys)
         self._peek = Script("peek")
 
     async def __aenter__(self) -> Self:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
+from shared.apikeys import is_key_id
 from shared.keys import LANES
 
 _MOST = 100_000
 """Highest `--limit`."""
+_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+_MODEL = re.compile(r"[!-+\--~]{1,256}")
+"""A model's name: what can be seen, but no comma."""
+_POLICY = re.compile(r"cancel|continue|grace=[0-9]{1,6}")
+_MOST_MODELS = 256
+_LONGEST_GRACE_S = 90 * 24 * 3600
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     top = _Parser(
         prog="headrace-admin",
-        description="Look into the queue, end jobs, drain workers. Settings: HEADRACE_* variables.",
+        description="Look into the queue, end jobs, drain workers, make API keys. "
+        "Settings: HEADRACE_* variables.",
     )
     top.set_defaults(json=False)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -57,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         help="longest wait until it has left (default %(default).0f; 0: only ask)",
     )
     _add_dead(commands.add_parser("dead", help="jobs that cost too many workers"))
+    _add_keys(commands.add_parser("keys", help="API keys"))
     return top
 
 
@@ -85,6 +95,52 @@ def _add_dead(dead: argparse.ArgumentParser) -> None:
     which.add_argument("job", metavar="JOB", nargs="?")
     which.add_argument("--all", action="store_true", help="all of them")
     which.add_argument("--pool", help="all of this pool's")
+
+
+def _add_keys(keys: argparse.ArgumentParser) -> None:
+    commands = keys.add_subparsers(dest="keys_command", required=True, metavar="COMMAND")
+
+    create = commands.add_parser("create", help="make one, and show its secret, once")
+    create.add_argument("name", metavar="NAME", type=_name, help="for people")
+    create.add_argument("--tenant", type=_name, help="whose it is (default: NAME)")
+    create.add_argument(
+        "--models", type=_models, default=[], metavar="A,B", help="what it may use (default: all)"
+    )
+    create.add_argument("--lane", choices=LANES, help="of requests that ask for none")
+    create.add_argument("--highest-lane", choices=LANES, default=LANES[0], help="it may ask for")
+    create.add_argument(
+        "--on-disconnect",
+        type=_policy,
+        metavar="POLICY",
+        help="cancel, continue or grace=<seconds> (default: as the gateway does it)",
+    )
+    for name, what in (
+        ("--max-tokens", "longest answer, tokens"),
+        ("--max-in-flight", "most requests at once"),
+        ("--max-body-bytes", "largest request"),
+    ):
+        create.add_argument(
+            name, type=_bound, default=0, metavar="N", help=f"{what} (0: no limit of its own)"
+        )
+
+    commands.add_parser("list", help="list them")
+    for name, what in (
+        ("show", "tell all about one but its secret"),
+        ("disable", "have it refused"),
+        ("enable", "have it taken again"),
+        ("rotate", "give it a new secret, and show that, once"),
+        ("delete", "forget it"),
+    ):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("key", metavar="KEY", type=_key, help="its id")
+        if name == "rotate":
+            command.add_argument(
+                "--grace",
+                type=_grace,
+                default=86_400.0,
+                metavar="S",
+                help="how long the old secret stays valid (default %(default).0f; 0: not at all)",
+            )
 
 
 def _add_pool(command: argparse.ArgumentParser) -> None:
@@ -120,3 +176,43 @@ def _timeout(text: str) -> float:
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
+
+
+def _grace(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= _LONGEST_GRACE_S:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {_LONGEST_GRACE_S}")
+    return number
+
+
+def _bound(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 2**31 - 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {2**31 - 1}")
+    return number
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError("must be 1 to 64 letters, digits or `_.@-`")
+    return text
+
+
+def _key(text: str) -> str:
+    # Not the text: somebody may have given the secret.
+    if not is_key_id(text):
+        raise argparse.ArgumentTypeError("must be a key's id, 12 hexadecimal digits")
+    return text
+
+
+def _models(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) > _MOST_MODELS or not all(map(_MODEL.fullmatch, names)):
+        raise argparse.ArgumentTypeError(f"must be up to {_MOST_MODELS} names of models")
+    return names
+
+
+def _policy(text: str) -> str:
+    if not _POLICY.fullmatch(text):
+        raise argparse.ArgumentTypeError("must be `cancel`, `continue` or `grace=<seconds>`")
+    return text

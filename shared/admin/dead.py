@@ -137,6 +137,7 @@ async def requeue(access: Access, job_id: str, timeout_s: float) -> Requeued:
         LANE_TTL_MS,
         job.model,
         int(job.stream),
+        job.tenant,
     ]
     reply = await access.at(job_tag, lambda redis: _requeue(redis, names, args))
     if reply[0] == b"unreadable":

@@ -235,3 +235,38 @@ class Purged(Record, frozen=True, kw_only=True):
     """Answer of `dead purge`."""
 
     purged: int
+
+
+class Key(Record, frozen=True, kw_only=True):
+    """Answer of `keys create`, `show`, `disable`, `enable` and `rotate`: an API key."""
+
+    id: str
+    name: str
+    tenant: str
+    secret: str | None
+    """Where it has just been made; it is kept nowhere."""
+    state: str
+    """`enabled` or `disabled`."""
+    models: list[str]
+    """Empty: all."""
+    lane: str
+    highest_lane: str
+    on_disconnect: str | None
+    max_tokens: int | None
+    max_in_flight: int | None
+    max_body_bytes: int | None
+    created: float
+    old_secret_until: float | None
+    """Until when the secret before the last rotation is valid, too."""
+
+
+class Keys(Record, frozen=True, kw_only=True):
+    """Answer of `keys list`."""
+
+    keys: list[Key]
+
+
+class KeyDeleted(Record, frozen=True, kw_only=True):
+    """Answer of `keys delete`."""
+
+    id: str

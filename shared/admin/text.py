@@ -13,6 +13,9 @@ from shared.admin.documents import (
     Drained,
     Job,
     Jobs,
+    Key,
+    KeyDeleted,
+    Keys,
     Purged,
     Record,
     Requeued,
@@ -203,6 +206,51 @@ def purged(document: Purged) -> str:
     return f"{document.purged} purged\n"
 
 
+def key(document: Key) -> str:
+    most = document.max_body_bytes
+    pairs = [
+        ("id", document.id),
+        ("name", document.name),
+        ("tenant", document.tenant),
+        ("secret", document.secret),
+        ("state", document.state),
+        ("models", ", ".join(document.models) or "all"),
+        ("lane", document.lane),
+        ("highest lane", document.highest_lane),
+        ("on disconnect", document.on_disconnect),
+        ("max tokens", document.max_tokens),
+        ("max in flight", document.max_in_flight),
+        ("max body", None if most is None else size(most)),
+        ("created", moment(document.created)),
+        ("old secret until", moment(document.old_secret_until)),
+    ]
+    note = "\nThis secret is not kept: it can't be shown again.\n" if document.secret else ""
+    return facts(pairs) + note
+
+
+def keys(document: Keys) -> str:
+    rows = [
+        (
+            one.id,
+            one.name,
+            one.tenant,
+            one.state,
+            ", ".join(one.models) or "all",
+            one.highest_lane,
+            one.max_in_flight,
+            one.max_tokens,
+            moment(one.created),
+        )
+        for one in document.keys
+    ]
+    columns = ("id", "name", "tenant", "state", "models", "highest lane", "in flight", "tokens")
+    return table((*columns, "created"), rows)
+
+
+def key_deleted(document: KeyDeleted) -> str:
+    return f"{document.id}  deleted\n"
+
+
 _FORMS: dict[type[Record], Callable[[Any], str]] = {
     Status: status,
     Jobs: jobs,
@@ -213,6 +261,9 @@ _FORMS: dict[type[Record], Callable[[Any], str]] = {
     DeadJob: dead_job,
     Requeued: requeued,
     Purged: purged,
+    Key: key,
+    Keys: keys,
+    KeyDeleted: key_deleted,
 }
 
 

@@ -598,6 +598,8 @@ async def test_a_dead_job_is_requeued_under_a_new_id(queue: Queue) -> None:
     new_id = requeued["id"]
     assert new_id != job.id
     assert requeued == {"id": new_id, "was": job.id, "pool": POOL, "lane": "batch"}
+    tenant = await queue.redis.hget(queue.keys.job(new_id), "tenant")
+    assert tenant == job.tenant.encode() != b""
     assert [row["id"] for row in (await queue.json("dead list"))["jobs"]] == [other.id]
     shown = await queue.json(f"show {new_id}")
     assert (shown["state"], shown["strikes"], shown["attempts"]) == ("queued", 0, 0)

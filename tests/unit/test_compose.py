@@ -90,6 +90,14 @@ def test_gateways_and_workers_can_be_scaled(variant: str) -> None:
         assert "ports" not in service, "a second container could not have the same port"
 
 
+def test_nobody_is_served_without_a_key_unless_a_person_says_so(tmp_path: Path) -> None:
+    assert config("vllm")["services"]["gateway"]["environment"]["HEADRACE_AUTH"] == "keys"
+    chosen = tmp_path / "chosen.env"
+    chosen.write_text("AUTH=open\n")
+    gateway = config("vllm", chosen)["services"]["gateway"]
+    assert gateway["environment"]["HEADRACE_AUTH"] == "open"
+
+
 def test_model_and_port_are_the_persons_choice(tmp_path: Path) -> None:
     chosen = tmp_path / "chosen.env"
     chosen.write_text("MODEL=org/other\nPORT=9000\nGPUS=2\n")

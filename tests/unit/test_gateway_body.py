@@ -71,13 +71,15 @@ def test_large_bodies_are_decoded_fast() -> None:
     [
         ("flex", "batch"),
         ("batch", "batch"),
-        ("auto", "interactive"),
-        (None, "interactive"),
-        (7, "interactive"),
-        (["flex"], "interactive"),
+        ("default", "interactive"),
+        ("priority", "interactive"),
+        ("auto", None),
+        (None, None),
+        (7, None),
+        (["flex"], None),
     ],
 )
-def test_service_tier_chooses_the_lane(tier: object, lane: str) -> None:
+def test_service_tier_chooses_the_lane(tier: object, lane: str | None) -> None:
     assert body.decode(json.dumps({"service_tier": tier}).encode()).lane == lane
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.keys import new_job_id, tag
-from shared.protocol import End, Frame, Head, Job, ModelRecord, Usage, WorkerRecord
+from shared.protocol import End, Frame, Head, Job, KeyRecord, ModelRecord, Usage, WorkerRecord
 
 POOL = "test-model"
 TAG = tag(POOL, 0)
@@ -63,5 +63,20 @@ EXAMPLES: dict[str, Any] = {
     ),
     "model": ModelRecord(
         name="adapter", pool="m", shards=1, max_model_len=4096, parent="m", created=1_700_000_000
+    ),
+    "key": KeyRecord(
+        id="0123456789ab",
+        name="n",
+        tenant="t",
+        secrets=[(b"h", 1_700_000_000_000), (b"i", 0)],
+        models=["m"],
+        lane="batch",
+        highest_lane="interactive",
+        on_disconnect="continue",
+        max_tokens=100,
+        max_in_flight=4,
+        max_body_bytes=4096,
+        disabled=True,
+        created_ms=1_700_000_000_000,
     ),
 }
