@@ -63,7 +63,7 @@ def build_server(config: GatewaySettings) -> Server:
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http=bounded(config.max_header_bytes),
+            http=bounded(config.max_header_bytes, app.cors),
             ws="none",
             lifespan="on",
             log_config=None,

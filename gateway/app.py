@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.cors import Cors
 from gateway.endpoints import ENDPOINTS, Endpoint
 from gateway.exchange import Exchange, exchange_of
 from gateway.gateway import Gateway
@@ -29,15 +30,20 @@ class Application(FastAPI):
     """
 
     gateway: Gateway
+    cors: Cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        exchange = Exchange(scope, send)
+        exchange = Exchange(scope, send, self.cors)
         try:
-            await super().__call__(scope, receive, exchange.send)
+            preflight = self.cors.preflight(scope)
+            if preflight is None:
+                await super().__call__(scope, receive, exchange.send)
+            else:
+                await exchange.send_empty(204, preflight)
         finally:
             exchange.finish(self.gateway.metrics)
 
@@ -62,6 +68,7 @@ def create_app(
         title="Headrace", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
     app.gateway = gateway
+    app.cors = Cors(settings.cors_origins)
     app.router.redirect_slashes = False
     install(app)
     for endpoint in ENDPOINTS:

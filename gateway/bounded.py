@@ -7,7 +7,9 @@ import json
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.cors import Cors
 from gateway.errors import HeadTooLarge
+from gateway.exchange import request_id
 from shared.errors import HeadraceError, InvalidRequest
 
 _PER_HEADER = 4
@@ -21,6 +23,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     limit_bytes: int
+    cors: Cors
     _head_bytes = 0
     _unparsed_bytes = 0
     _in_head = False
@@ -93,15 +96,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _answer(self, error: HeadraceError, phrase: str) -> None:
         content = json.dumps(error.body()).encode()
-        head = (
-            f"HTTP/1.1 {error.status} {phrase}\r\n"
-            "content-type: application/json\r\nx-should-retry: false\r\n"
-            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + content)
+        heard = self.headers or []
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(content)).encode()),
+            (b"connection", b"close"),
+            (b"x-should-retry", b"false"),
+            (b"x-request-id", request_id(heard).encode()),
+            *self.cors.headers(heard),
+        ]
+        lines = [f"HTTP/1.1 {error.status} {phrase}".encode(), *(b": ".join(h) for h in headers)]
+        self.transport.write(b"\r\n".join([*lines, b"", content]))
         self.transport.close()
 
 
-def bounded(limit_bytes: int) -> type[BoundedProtocol]:
+def bounded(limit_bytes: int, cors: Cors) -> type[BoundedProtocol]:
     """Return the protocol with a limit."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limit_bytes": limit_bytes})
+    return type("BoundedProtocol", (BoundedProtocol,), {"limit_bytes": limit_bytes, "cors": cors})

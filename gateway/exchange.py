@@ -9,6 +9,7 @@ from typing import cast
 
 from starlette.types import Message, Scope, Send
 
+from gateway.cors import Cors, RawHeaders
 from gateway.metrics import Metrics
 from shared.logs import Log
 
@@ -25,6 +26,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_common",
         "answered_at",
         "content_at",
         "done_at",
@@ -41,9 +43,13 @@ class Exchange:
         "status",
     )
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, cors: Cors) -> None:
         self.raw_send = send
-        self.request_id = _request_id(scope)
+        self.request_id = request_id(scope["headers"])
+        self._common = [
+            (b"x-request-id", self.request_id.encode()),
+            *cors.headers(scope["headers"]),
+        ]
         self.endpoint = ""
         self.model = ""
         self.lane = ""
@@ -62,10 +68,9 @@ class Exchange:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer has."""
-        headers = [(b"x-request-id", self.request_id.encode())]
-        if self.job_id:
-            headers.append((b"x-job-id", self.job_id.encode()))
-        return headers
+        if not self.job_id:
+            return self._common
+        return [*self._common, (b"x-job-id", self.job_id.encode())]
 
     async def send(self, message: Message) -> None:
         """Send a message of an ordinary answer."""
@@ -73,6 +78,11 @@ class Exchange:
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), *self.headers()]
         await self.raw_send(message)
+
+    async def send_empty(self, status: int, headers: RawHeaders) -> None:
+        """Answer with headers alone."""
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b""})
 
     def finish(self, metrics: Metrics) -> None:
         """Count the request and write its line in the log."""
@@ -104,11 +114,11 @@ def exchange_of(scope: Scope) -> Exchange:
     return cast(Exchange, scope[_SCOPE_KEY])
 
 
-def _request_id(scope: Scope) -> str:
+def request_id(headers: RawHeaders) -> str:
     """Return the client's own id where it is sane, else a new one."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"x-request-id":
             if _SANE_ID.fullmatch(value):
-                return cast(bytes, value).decode()
+                return value.decode()
             break
     return f"req-{secrets.token_hex(12)}"
