@@ -18,6 +18,7 @@ from gateway.exchange import Exchange, exchange_of
 from gateway.gateway import Gateway
 from gateway.handlers import install
 from gateway.health import Health
+from gateway.paths import route_path
 from gateway.settings import GatewaySettings
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -37,7 +38,9 @@ class Application(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
+        scope["path"] = route_path(scope["path"], self.root_path)
         exchange = Exchange(scope, send, self.cors)
+        receive = exchange.watch(receive)
         try:
             preflight = self.cors.preflight(scope)
             if preflight is None:
@@ -65,7 +68,12 @@ def create_app(
                 tasks.cancel()
 
     app = Application(
-        title="Headrace", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
+        title="Headrace",
+        lifespan=lifespan,
+        root_path=settings.root_path,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
     )
     app.gateway = gateway
     app.cors = Cors(settings.cors_origins)
@@ -98,6 +106,8 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(await gateway.jobs.status(request.path_params["job_id"]))
 
     async def stream(request: Request) -> Response:
+        if request.method == "HEAD":  # There is no need to read an answer for its head.
+            return await job(request)
         return cast(Response, await gateway.resume(request.path_params["job_id"], request))
 
     async def cancel(request: Request) -> Response:

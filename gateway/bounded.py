@@ -60,6 +60,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # It doesn't know of interim answers.
         self._head_came()
         super().on_headers_complete()
 

@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import cast
 
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.cors import Cors, RawHeaders
 from gateway.metrics import Metrics
@@ -27,6 +27,7 @@ class Exchange:
 
     __slots__ = (
         "_common",
+        "_unasked",
         "answered_at",
         "content_at",
         "done_at",
@@ -50,6 +51,8 @@ class Exchange:
             (b"x-request-id", self.request_id.encode()),
             *cors.headers(scope["headers"]),
         ]
+        self._unasked = any(name == b"expect" for name, _ in scope["headers"])
+        """The client holds its body back, and nobody has asked for it."""
         self.endpoint = ""
         self.model = ""
         self.lane = ""
@@ -72,11 +75,26 @@ class Exchange:
             return self._common
         return [*self._common, (b"x-job-id", self.job_id.encode())]
 
+    def watch(self, receive: Receive) -> Receive:
+        """Return `receive`, so that it is known whether a body that was held back was asked for."""
+        if not self._unasked:
+            return receive
+
+        async def watched() -> Message:
+            self._unasked = False
+            return await receive()
+
+        return watched
+
     async def send(self, message: Message) -> None:
         """Send a message of an ordinary answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *self.headers()]
+            headers = [*message.get("headers", ()), *self.headers()]
+            # Whether the body comes all the same, nobody can know.
+            if self._unasked and not any(name == b"connection" for name, _ in headers):
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
         await self.raw_send(message)
 
     async def send_empty(self, status: int, headers: RawHeaders) -> None:

@@ -80,6 +80,8 @@ class GatewaySettings(RedisSettings):
     """Most bytes of request bodies that one process holds before they are submitted; then 503."""
     http_keepalive_s: int = Field(75, ge=1, le=3600)
     """How long an idle client connection is kept, and a request's head is waited for."""
+    root_path: str = Field("", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
+    """Prefix under which a proxy has the gateway, which it may take off or leave on."""
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """Origins, separated by commas, whose web pages may read answers; `*`: all."""
 
