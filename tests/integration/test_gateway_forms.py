@@ -161,3 +161,47 @@ async def test_http_1_0_is_sent_no_interim_answer(pair: Pair) -> None:
     assert line is not None
     assert b" 200 " in line
     wire.close()
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+@pytest.mark.parametrize("cut", [0, 12, -5])
+async def test_a_body_comes_though_an_upgrade_is_offered(
+    pair: Pair, capfd: pytest.CaptureFixture[str], framing: str, cut: int
+) -> None:
+    """Java's client offers one with each request; uvicorn reads nothing behind it."""
+    gateway, worker = pair
+    wire = await sse.connect(gateway.url)
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEA"}
+    content = json.dumps(WHOLE).encode()
+    request = sse.request_bytes(gateway.chat, WHOLE, headers=offer)
+    if framing == "chunks":
+        request = request.replace(b"content-length: %d" % LENGTH, b"transfer-encoding: chunked")
+        content = b"%x\r\n%s\r\n0\r\n\r\n" % (LENGTH, content)
+    head = request[:-LENGTH]
+    for _ in range(2):  # The connection is kept.
+        await wire.send(head + content[:cut])
+        await asyncio.sleep(0.01)
+        await wire.send(content[cut:])
+        job = await worker.take()
+        assert json.loads(job.job.body) == WHOLE
+        await job.whole(b"{}")
+        response = await sse.read_head(wire)
+        assert (response.status, await response.body()) == (200, b"{}")
+    await wire.send(sse.request_bytes(f"{gateway.url}/healthz", headers=offer))
+    assert (await sse.read_head(wire)).status == 200
+    wire.close()
+    assert "upgrade" not in capfd.readouterr().err
+
+
+async def test_many_upgrades_in_one_packet(pair: Pair) -> None:
+    gateway, _ = pair
+    wire = await sse.connect(gateway.url)
+    offer = {"connection": "upgrade", "upgrade": "websocket"}
+    await wire.send(1200 * sse.request_bytes(f"{gateway.url}/nothing", headers=offer))
+    told = b""
+    async with asyncio.timeout(30):
+        while told.count(b"HTTP/1.1 404 ") < 1200:
+            part = await wire.some(1 << 16)
+            assert part
+            told += part
+    wire.close()
