@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import cast
+from typing import Any, cast
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -42,6 +42,7 @@ class Exchange:
         "request_id",
         "started_at",
         "status",
+        "tenant",
     )
 
     def __init__(self, scope: Scope, send: Send, cors: Cors) -> None:
@@ -54,6 +55,7 @@ class Exchange:
         self._unasked = any(name == b"expect" for name, _ in scope["headers"])
         """The client holds its body back, and nobody has asked for it."""
         self.endpoint = ""
+        self.tenant = ""
         self.model = ""
         self.lane = ""
         self.job_id = ""
@@ -96,6 +98,16 @@ class Exchange:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
         await self.raw_send(message)
+
+    def about(self) -> dict[str, Any]:
+        """Return the fields by which a line is found."""
+        fields = {
+            "job": self.job_id,
+            "request": self.request_id,
+            "tenant": self.tenant,
+            "model": self.model,
+        }
+        return {name: value for name, value in fields.items() if value}
 
     async def send_empty(self, status: int, headers: RawHeaders) -> None:
         """Answer with headers alone."""

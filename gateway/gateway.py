@@ -32,6 +32,7 @@ from shared.logs import Log
 from shared.protocol import Job
 from shared.registry import Registry
 from shared.subscribers import Subscribers
+from shared.trace import read_trace
 from shared.transitions import Transitions
 
 log = Log("gateway")
@@ -167,6 +168,7 @@ class Gateway:
         asked = options.read(request.headers, self.settings, stream=asks_stream)
         record = self.models.resolve(fields.model)
         exchange.model, exchange.lane = record.name, fields.lane
+        trace = read_trace(request.scope["headers"])
         job = Job(
             id=new_job_id(self.models.shard(record)),
             path=endpoint.path,
@@ -180,6 +182,8 @@ class Gateway:
             gateway=self.settings.gateway_id,
             patience_s=asked.patience_s,
             failover=asked.failover,
+            traceparent=trace.parent,
+            tracestate=trace.state,
         )
         limit = self.models.lane_limit(record)
         if asked.key is None:
@@ -215,6 +219,7 @@ class Gateway:
         numbering: Numbering | None,
     ) -> RelayedAnswer:
         exchange.job_id = stream.job_id
+        stream.request_id = exchange.request_id
         return RelayedAnswer(
             exchange,
             stream,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from shared.errors import EngineFailed, QueueUnavailable, WorkerLost
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outcomes import Adopted
 from shared.protocol import End, Job
 from shared.transitions import Transitions
@@ -70,7 +70,7 @@ class Jobs:
         earlier = self._running.jobs.get(job.id)
         self._running.add(run)
         self._metrics.queue_wait.labels(job.lane).observe(adopted.waited_s)
-        log.info("job.adopted", job=job.id, lane=job.lane, attempt=adopted.attempts)
+        log.info("job.adopted", **about(job), lane=job.lane, attempt=adopted.attempts)
         task = self.group.create_task(self._run(run, earlier))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -87,7 +87,7 @@ class Jobs:
                 end = await self._execute(run)
             except Exception:
                 # One job must not take the others along.
-                log.error("job.broke", job=run.adopted.job.id, exc=True)
+                log.error("job.broke", **about(run.adopted.job), exc=True)
                 failed = EngineFailed()
                 end = End(outcome="failed", code=failed.code, message=failed.message)
             self._running.free(run)
@@ -131,7 +131,7 @@ class Jobs:
             await self._transitions.hand_back(run.adopted, blame=blame)
         except QueueUnavailable:
             return False  # Its lease lapses, and another worker takes it over.
-        log.warning("job.handed_back", job=run.adopted.job.id, blame=blame)
+        log.warning("job.handed_back", **about(run.adopted.job), blame=blame)
         return True
 
     async def _continue(self, run: Run) -> bool:
@@ -167,7 +167,7 @@ class Jobs:
             metrics.cancels.labels(phase, run.stopped).inc()
         log.info(
             "job.ended",
-            job=job.id,
+            **about(job),
             outcome=outcome,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,

@@ -17,7 +17,7 @@ from prometheus_client import start_http_server
 from shared.connection import Connections
 from shared.errors import QueueUnavailable
 from shared.keys import Keys
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outage import Outage
 from shared.outcomes import Claimed
 from shared.registry import Registry
@@ -262,7 +262,7 @@ class Worker:
                 return
         for run in self._running.jobs.values():
             if run.stopped is None and not self._jobs.move(run, restart=True):
-                log.warning("job.drained", job=run.adopted.job.id)
+                log.warning("job.drained", **about(run.adopted.job))
                 run.stop("drained")
 
     async def _wait_drained(self, failed: asyncio.Task[str], timeout_s: float) -> None:
