@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -21,6 +21,9 @@ from gateway.health import Health
 from gateway.paths import route_path
 from gateway.settings import GatewaySettings
 
+if TYPE_CHECKING:
+    from shared.otel import Spans
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -32,6 +35,7 @@ class Application(FastAPI):
 
     gateway: Gateway
     cors: Cors
+    spans: Spans | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application."""
@@ -41,6 +45,8 @@ class Application(FastAPI):
         scope["path"] = route_path(scope["path"], self.root_path)
         exchange = Exchange(scope, send, self.cors)
         receive = exchange.watch(receive)
+        if self.spans is not None and not exchange.probe:
+            exchange.begin_span(self.spans, scope)
         try:
             preflight = self.cors.preflight(scope)
             if preflight is None:
@@ -52,7 +58,10 @@ class Application(FastAPI):
 
 
 def create_app(
-    settings: GatewaySettings, *, on_failure: Callable[[], None] = lambda: None
+    settings: GatewaySettings,
+    *,
+    on_failure: Callable[[], None] = lambda: None,
+    spans: Spans | None = None,
 ) -> Application:
     """Return the application. `on_failure` is called when it can't go on and must be ended."""
     gateway = Gateway(settings, on_failure=on_failure)
@@ -76,6 +85,7 @@ def create_app(
         redoc_url=None,
     )
     app.gateway = gateway
+    app.spans = spans
     app.cors = Cors(settings.cors_origins)
     app.router.redirect_slashes = False
     install(app)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.cors import Cors, RawHeaders
 from gateway.metrics import Metrics
 from shared.logs import Log
+from shared.trace import TraceContext, read_trace
+
+if TYPE_CHECKING:
+    from shared.otel import Span, Spans
 
 log = Log("gateway")
 
+PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Asked every few seconds, by machines."""
 _SCOPE_KEY = "headrace.exchange"
+_CLIENTS_OWN = frozenset({"disconnected", "stalled", "cancelled"})
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -35,11 +42,14 @@ class Exchange:
         "items",
         "job_id",
         "lane",
+        "method",
         "model",
         "outcome",
         "output_tokens",
+        "probe",
         "raw_send",
         "request_id",
+        "span",
         "started_at",
         "status",
         "tenant",
@@ -47,6 +57,9 @@ class Exchange:
 
     def __init__(self, scope: Scope, send: Send, cors: Cors) -> None:
         self.raw_send = send
+        self.method: str = scope["method"]
+        self.probe = scope["path"] in PROBES
+        self.span: Span | None = None
         self.request_id = request_id(scope["headers"])
         self._common = [
             (b"x-request-id", self.request_id.encode()),
@@ -99,6 +112,15 @@ class Exchange:
             message["headers"] = headers
         await self.raw_send(message)
 
+    def begin_span(self, spans: Spans, scope: Scope) -> None:
+        """Begin a span, which the job's belong to."""
+        parent = read_trace(scope["headers"])
+        self.span = spans.begin(self.method, parent, kind="server")
+
+    def trace(self, scope: Scope) -> TraceContext:
+        """Return what the job belongs to: this request's span, or else whatever its client's is."""
+        return read_trace(scope["headers"]) if self.span is None else self.span.trace
+
     def about(self) -> dict[str, Any]:
         """Return the fields by which a line is found."""
         fields = {
@@ -117,6 +139,8 @@ class Exchange:
     def finish(self, metrics: Metrics) -> None:
         """Count the request and write its line in the log."""
         outcome = self.outcome or ("completed" if self.status < 400 else "invalid_request")
+        if self.span is not None:
+            self._end_span(self.span, outcome)
         if not self.endpoint:
             if self.status >= 400:
                 log.info("request.refused", request=self.request_id, status=self.status)
@@ -137,6 +161,22 @@ class Exchange:
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
             duration_s=round(duration_s, 4),
         )
+
+    def _end_span(self, span: Span, outcome: str) -> None:
+        facts: dict[str, str | int | float | bool] = {
+            "http.request.method": self.method,
+            "http.route": self.endpoint,
+            "http.response.status_code": self.status,
+            "headrace.lane": self.lane,
+            "headrace.outcome": outcome,
+            "gen_ai.usage.output_tokens": self.output_tokens,
+            **{f"headrace.{name}": value for name, value in self.about().items()},
+        }
+        if self.content_at:
+            facts["headrace.time_to_first_token_s"] = round(self.content_at - self.started_at, 4)
+        served = outcome == "completed" or outcome in _CLIENTS_OWN or 400 <= self.status < 500
+        name = f"{self.method} {self.endpoint}".rstrip()
+        span.end(facts, name=name, failed="" if served else outcome)
 
 
 def exchange_of(scope: Scope) -> Exchange:

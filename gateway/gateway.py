@@ -32,7 +32,6 @@ from shared.logs import Log
 from shared.protocol import Job
 from shared.registry import Registry
 from shared.subscribers import Subscribers
-from shared.trace import read_trace
 from shared.transitions import Transitions
 
 log = Log("gateway")
@@ -168,7 +167,7 @@ class Gateway:
         asked = options.read(request.headers, self.settings, stream=asks_stream)
         record = self.models.resolve(fields.model)
         exchange.model, exchange.lane = record.name, fields.lane
-        trace = read_trace(request.scope["headers"])
+        trace = exchange.trace(request.scope)
         job = Job(
             id=new_job_id(self.models.shard(record)),
             path=endpoint.path,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from shared.errors import EngineFailed, QueueUnavailable, WorkerLost
 from shared.logs import Log, about
 from shared.outcomes import Adopted
 from shared.protocol import End, Job
 from shared.transitions import Transitions
+from worker import spans as attempt_spans
 from worker.engine.interface import Engine
 from worker.metrics import WorkerMetrics
 from worker.publisher import Publisher
@@ -17,6 +19,9 @@ from worker.resume import Past
 from worker.run import Run
 from worker.running import Running
 from worker.waiting import first
+
+if TYPE_CHECKING:
+    from shared.otel import Spans
 
 log = Log("jobs")
 
@@ -34,12 +39,14 @@ class Jobs:
         publisher: Publisher,
         running: Running,
         metrics: WorkerMetrics,
+        spans: Spans | None = None,
     ) -> None:
         self._engine = engine
         self._transitions = transitions
         self._publisher = publisher
         self._running = running
         self._metrics = metrics
+        self._spans = spans
         self._tasks: set[asyncio.Task[None]] = set()
         self.group: asyncio.TaskGroup
         """Where the jobs' tasks live."""
@@ -66,6 +73,8 @@ class Jobs:
     def begin(self, adopted: Adopted) -> None:
         """Run a job that was just adopted."""
         run = Run(adopted, self._engine, self._publisher)
+        if self._spans is not None:
+            attempt_spans.begin(self._spans, run)
         job = adopted.job
         earlier = self._running.jobs.get(job.id)
         self._running.add(run)
@@ -158,6 +167,7 @@ class Jobs:
         job, metrics = run.adopted.job, self._metrics
         outcome = end.outcome if end is not None and not run.outbox.fenced else "elsewhere"
         metrics.jobs.labels(job.lane, outcome).inc()
+        attempt_spans.end(run, outcome)
         usage = run.call.usage
         metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
         metrics.tokens.labels("completion").inc(usage.completion_tokens)

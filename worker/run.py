@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import (
     Cancelled,
@@ -20,6 +20,9 @@ from shared.trace import TraceContext
 from worker.engine.interface import CURRENT, Call, Engine, Message
 from worker.publisher import Outbox, Publisher
 from worker.resume import Past, Splice
+
+if TYPE_CHECKING:
+    from shared.otel import Span
 
 log = Log("run")
 
@@ -47,6 +50,7 @@ class Run:
         self.adopted = adopted
         self.trace = TraceContext(job.traceparent, job.tracestate)
         """What the engine's spans belong to."""
+        self.span: Span | None = None
         self.call = Call(job.id, max_tokens_given=job.max_tokens_given)
         self._splice: Splice | None = None
         self._untold: list[Delta] = []

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import start_http_server
 
@@ -36,6 +36,9 @@ from worker.settings import WorkerSettings
 from worker.takeover import Takeover
 from worker.waiting import first
 
+if TYPE_CHECKING:
+    from shared.otel import Spans
+
 log = Log("worker")
 
 FLUSH_S = 10.0
@@ -54,7 +57,13 @@ class Exit(IntEnum):
 class Worker:
     """One engine and the tasks around it."""
 
-    def __init__(self, settings: WorkerSettings, engine: Engine, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        metrics: WorkerMetrics,
+        spans: Spans | None = None,
+    ) -> None:
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -72,7 +81,7 @@ class Worker:
         self._presence = Presence(settings, engine, self._registry, beats, self._running)
         self._presence.on_beat = self._measure
         self._subscriber = Subscribers(settings, name=f"{name}-control", ack_timeout_s=2)
-        self._jobs = Jobs(engine, self._transitions, self._publisher, self._running, metrics)
+        self._jobs = Jobs(engine, self._transitions, self._publisher, self._running, metrics, spans)
         self._claims = [self._claims_of(shard) for shard in range(settings.shards)]
         self._jobs.freed = self._unblock
         self._abandoned = Abandoned(settings, self._registry, beats, self._presence, self._running)
