@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
@@ -18,13 +18,16 @@ from gateway.app import Application, create_app
 from gateway.bounded import bounded
 from gateway.callers import is_loopback
 from gateway.settings import GatewaySettings
-from shared import logs, settings
+from shared import logs, settings, spans
 from shared.apikeys import KeyStore
 from shared.connection import Connections
 from shared.errors import HeadraceError
 from shared.garbage import collect_rarely
 from shared.keys import Keys
 from shared.logs import Log
+
+if TYPE_CHECKING:
+    from shared.otel import Spans
 
 log = Log("gateway")
 
@@ -55,21 +58,21 @@ def quiet_broken_off(record: logging.LogRecord) -> bool:
     return record.msg != _BROKEN_OFF
 
 
-def build_server(config: GatewaySettings) -> Server:
+def build_server(config: GatewaySettings, spanning: Spans | None = None) -> Server:
     """Return a server that isn't started yet."""
     logging.getLogger("uvicorn.error").addFilter(quiet_broken_off)
 
     def end() -> None:
         server.should_exit = True
 
-    app = create_app(config, on_failure=end)
+    app = create_app(config, on_failure=end, spans=spanning)
     server = Server(
         uvicorn.Config(
             app,
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http=bounded(config.max_header_bytes),
+            http=bounded(config.max_header_bytes, app.cors),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -119,7 +122,8 @@ def main() -> NoReturn:
     allowed = descriptors.allow(needed)
     if allowed < needed:
         log.warning("descriptors.few", allowed=allowed, needed=needed, hint="raise ulimit -n")
-    server = build_server(config)
+    spanning = spans.start(config, "headrace-gateway", config.gateway_id)
+    server = build_server(config, spanning)
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(1 if server.application.gateway.failed else 0)
@@ -131,7 +135,11 @@ def main() -> NoReturn:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     collect_rarely()
     log.info("gateway.started", gateway=config.gateway_id, host=config.host, port=config.port)
-    server.run()
+    try:
+        server.run()
+    finally:
+        if spanning is not None:
+            spanning.close()
     sys.exit(1 if server.application.gateway.failed else 0)
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.cors import Cors
 from gateway.endpoints import ENDPOINTS, Endpoint
 from gateway.exchange import Exchange, exchange_of
 from gateway.gateway import Gateway
 from gateway.handlers import install
 from gateway.health import Health
+from gateway.paths import route_path
 from gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from shared.otel import Spans
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -29,21 +34,34 @@ class Application(FastAPI):
     """
 
     gateway: Gateway
+    cors: Cors
+    spans: Spans | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        exchange = Exchange(scope, send)
+        scope["path"] = route_path(scope["path"], self.root_path)
+        exchange = Exchange(scope, send, self.cors)
+        receive = exchange.watch(receive)
+        if self.spans is not None and not exchange.probe:
+            exchange.begin_span(self.spans, scope)
         try:
-            await super().__call__(scope, receive, exchange.send)
+            preflight = self.cors.preflight(scope)
+            if preflight is None:
+                await super().__call__(scope, receive, exchange.send)
+            else:
+                await exchange.send_empty(204, preflight)
         finally:
             exchange.finish(self.gateway.metrics)
 
 
 def create_app(
-    settings: GatewaySettings, *, on_failure: Callable[[], None] = lambda: None
+    settings: GatewaySettings,
+    *,
+    on_failure: Callable[[], None] = lambda: None,
+    spans: Spans | None = None,
 ) -> Application:
     """Return the application. `on_failure` is called when it can't go on and must be ended."""
     gateway = Gateway(settings, on_failure=on_failure)
@@ -59,9 +77,16 @@ def create_app(
                 tasks.cancel()
 
     app = Application(
-        title="Headrace", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
+        title="Headrace",
+        lifespan=lifespan,
+        root_path=settings.root_path,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
     )
     app.gateway = gateway
+    app.spans = spans
+    app.cors = Cors(settings.cors_origins)
     app.router.redirect_slashes = False
     install(app)
     for endpoint in ENDPOINTS:
@@ -94,6 +119,8 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(await gateway.jobs.status(request.path_params["job_id"], caller.tenant))
 
     async def stream(request: Request) -> Response:
+        if request.method == "HEAD":  # There is no need to read an answer for its head.
+            return await job(request)
         return cast(Response, await gateway.resume(request.path_params["job_id"], request))
 
     async def cancel(request: Request) -> Response:

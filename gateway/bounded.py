@@ -1,15 +1,22 @@
-"""uvicorn's HTTP protocol with limits that it lacks: the size of a request's head, and its time."""
+"""uvicorn's HTTP protocol with limits that it lacks: the size of a request's head, and its time.
+
+It also reads on where uvicorn stops: Java's client offers an upgrade to HTTP/2 with every request.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.cors import Cors
 from gateway.errors import HeadTooLarge
+from gateway.exchange import request_id
 from shared.errors import HeadraceError, InvalidRequest
 
+_FRAMING = (b"content-length", b"transfer-encoding")
 _PER_HEADER = 4
 """`: ` and the line's end."""
 
@@ -21,9 +28,12 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     limit_bytes: int
+    cors: Cors
     _head_bytes = 0
     _unparsed_bytes = 0
     _in_head = False
+    _head_known = False
+    """The parser is told again what framed the body."""
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -35,30 +45,64 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count also what the parser keeps to itself: a header without an end."""
-        super().data_received(data)
+        """Parse, and count also what the parser keeps to itself: a header without an end."""
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._in_head:
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > 2 * self.limit_bytes and not self.transport.is_closing():
                 self._refuse()
 
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._decline(data[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _decline(self, rest: bytes) -> bytes:
+        """Go on as if no upgrade had been offered; the old parser takes the body for its bytes."""
+        framing = [name + b": " + value for name, value in self.headers if name in _FRAMING]
+        self.parser = httptools.HttpRequestParser(self)
+        self._head_known = True
+        return b"\r\n".join([b"POST / HTTP/1.1", *framing, b"", rest])
+
     def on_message_begin(self) -> None:
+        if self._head_known:
+            return
         super().on_message_begin()
         self._in_head, self._head_bytes, self._unparsed_bytes = True, 0, 0
         self._await_head()
 
     def on_url(self, url: bytes) -> None:
+        if self._head_known:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_known:
+            return
         self._count(len(name) + len(value) + _PER_HEADER)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._head_known:
+            self._head_known = False
+            return
         self._in_head = False
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # It doesn't know of interim answers.
         self._head_came()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Say what is wrong in the form of every error."""
@@ -93,15 +137,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _answer(self, error: HeadraceError, phrase: str) -> None:
         content = json.dumps(error.body()).encode()
-        head = (
-            f"HTTP/1.1 {error.status} {phrase}\r\n"
-            "content-type: application/json\r\nx-should-retry: false\r\n"
-            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + content)
+        heard = self.headers or []
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(content)).encode()),
+            (b"connection", b"close"),
+            (b"x-should-retry", b"false"),
+            (b"x-request-id", request_id(heard).encode()),
+            *self.cors.headers(heard),
+        ]
+        lines = [f"HTTP/1.1 {error.status} {phrase}".encode(), *(b": ".join(h) for h in headers)]
+        self.transport.write(b"\r\n".join([*lines, b"", content]))
         self.transport.close()
 
 
-def bounded(limit_bytes: int) -> type[BoundedProtocol]:
+def bounded(limit_bytes: int, cors: Cors) -> type[BoundedProtocol]:
     """Return the protocol with a limit."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limit_bytes": limit_bytes})
+    return type("BoundedProtocol", (BoundedProtocol,), {"limit_bytes": limit_bytes, "cors": cors})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -30,6 +31,8 @@ class Cancel:
     """It isn't known whether the job was submitted."""
     reader: str = ""
     """Set where only this reader has gone: what becomes of the job is a matter of its policy."""
+    request: str = ""
+    """The request's id, for log lines."""
     force: bool = False
     backoff_s: float = 0.0
 
@@ -56,20 +59,26 @@ class Canceller:
         return self._queue.qsize() + self._retrying
 
     def request(
-        self, job_id: str, lane: str, reason: Reason = "cancelled", *, early: bool = False
+        self,
+        job_id: str,
+        lane: str,
+        reason: Reason = "cancelled",
+        *,
+        early: bool = False,
+        request: str = "",
     ) -> None:
         """See to it that a job ends. Returns at once."""
-        if self.pending >= self._limit:
-            log.error("cancel.dropped", job=job_id, pending=self.pending)
-            return
-        self._queue.put_nowait(Cancel(job_id, lane, reason, early))
+        self._add(Cancel(job_id, lane, reason, early, request=request))
 
-    def leave(self, job_id: str, lane: str, reader: str) -> None:
+    def leave(self, job_id: str, lane: str, reader: str, *, request: str = "") -> None:
         """See to it that a job without this reader goes by its policy. Returns at once."""
+        self._add(Cancel(job_id, lane, reader=reader, request=request))
+
+    def _add(self, cancel: Cancel) -> None:
         if self.pending >= self._limit:
-            log.error("cancel.dropped", job=job_id, pending=self.pending)
+            log.error("cancel.dropped", **_about(cancel), pending=self.pending)
             return
-        self._queue.put_nowait(Cancel(job_id, lane, reader=reader))
+        self._queue.put_nowait(cancel)
 
     async def run(self) -> None:
         """Carry out cancels until cancelled."""
@@ -92,18 +101,18 @@ class Canceller:
         except HeadraceError as error:
             delay_s = min(max(2 * cancel.backoff_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
             if delay_s < _MAX_BACKOFF_S:
-                log.debug("cancel.failed", job=cancel.job_id, error=error.code)
+                log.debug("cancel.failed", **_about(cancel), error=error.code)
             else:
-                log.warning("cancel.failed", job=cancel.job_id, error=error.code)
+                log.warning("cancel.failed", **_about(cancel), error=error.code)
             self._retrying += 1
             asyncio.get_running_loop().call_later(
                 delay_s, self._again, replace(cancel, backoff_s=delay_s)
             )
             return
         except msgspec.MsgspecError:
-            log.error("cancel.unreadable", exc=True, job=cancel.job_id)
+            log.error("cancel.unreadable", exc=True, **_about(cancel))
             return
-        log.debug("job.cancelled", job=cancel.job_id, reason=cancel.reason, found=word)
+        log.debug("job.cancelled", **_about(cancel), reason=cancel.reason, found=word)
         if word == "running":
             forced = replace(cancel, reader="", force=True, backoff_s=0.0)
             loop = asyncio.get_running_loop()
@@ -135,3 +144,8 @@ class Canceller:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             log.error("cancels.left", pending=self.pending)
+
+
+def _about(cancel: Cancel) -> dict[str, Any]:
+    fields = {"job": cancel.job_id, "request": cancel.request}
+    return {name: value for name, value in fields.items() if value}

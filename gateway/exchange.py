@@ -5,16 +5,24 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from gateway.cors import Cors, RawHeaders
 from gateway.metrics import Metrics
 from shared.logs import Log
+from shared.trace import TraceContext, read_trace
+
+if TYPE_CHECKING:
+    from shared.otel import Span, Spans
 
 log = Log("gateway")
 
+PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Asked every few seconds, by machines."""
 _SCOPE_KEY = "headrace.exchange"
+_CLIENTS_OWN = frozenset({"disconnected", "stalled", "cancelled"})
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -25,6 +33,8 @@ class Exchange:
     """
 
     __slots__ = (
+        "_common",
+        "_unasked",
         "answered_at",
         "content_at",
         "done_at",
@@ -33,20 +43,33 @@ class Exchange:
         "job_id",
         "key_id",
         "lane",
+        "method",
         "model",
         "outcome",
         "output_tokens",
+        "probe",
         "raw_send",
         "request_id",
+        "span",
         "started_at",
         "status",
         "tenant",
     )
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, cors: Cors) -> None:
         self.raw_send = send
-        self.request_id = _request_id(scope)
+        self.method: str = scope["method"]
+        self.probe = scope["path"] in PROBES
+        self.span: Span | None = None
+        self.request_id = request_id(scope["headers"])
+        self._common = [
+            (b"x-request-id", self.request_id.encode()),
+            *cors.headers(scope["headers"]),
+        ]
+        self._unasked = any(name == b"expect" for name, _ in scope["headers"])
+        """The client holds its body back, and nobody has asked for it."""
         self.endpoint = ""
+        self.tenant = ""
         self.model = ""
         self.lane = ""
         self.job_id = ""
@@ -67,21 +90,61 @@ class Exchange:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer has."""
-        headers = [(b"x-request-id", self.request_id.encode())]
-        if self.job_id:
-            headers.append((b"x-job-id", self.job_id.encode()))
-        return headers
+        if not self.job_id:
+            return self._common
+        return [*self._common, (b"x-job-id", self.job_id.encode())]
+
+    def watch(self, receive: Receive) -> Receive:
+        """Return `receive`, so that it is known whether a body that was held back was asked for."""
+        if not self._unasked:
+            return receive
+
+        async def watched() -> Message:
+            self._unasked = False
+            return await receive()
+
+        return watched
 
     async def send(self, message: Message) -> None:
         """Send a message of an ordinary answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *self.headers()]
+            headers = [*message.get("headers", ()), *self.headers()]
+            # Whether the body comes all the same, nobody can know.
+            if self._unasked and not any(name == b"connection" for name, _ in headers):
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
         await self.raw_send(message)
+
+    def begin_span(self, spans: Spans, scope: Scope) -> None:
+        """Begin a span, which the job's belong to."""
+        parent = read_trace(scope["headers"])
+        self.span = spans.begin(self.method, parent, kind="server")
+
+    def trace(self, scope: Scope) -> TraceContext:
+        """Return what the job belongs to: this request's span, or else whatever its client's is."""
+        return read_trace(scope["headers"]) if self.span is None else self.span.trace
+
+    def about(self) -> dict[str, Any]:
+        """Return the fields by which a line is found."""
+        fields = {
+            "job": self.job_id,
+            "request": self.request_id,
+            "tenant": self.tenant,
+            "model": self.model,
+        }
+        return {name: value for name, value in fields.items() if value}
+
+    async def send_empty(self, status: int, headers: RawHeaders) -> None:
+        """Answer with headers alone."""
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b""})
 
     def finish(self, metrics: Metrics) -> None:
         """Count the request and write its line in the log."""
         outcome = self.outcome or ("completed" if self.status < 400 else "invalid_request")
+        if self.span is not None:
+            self._end_span(self.span, outcome)
         if not self.endpoint:
             if self.status >= 400:
                 log.info("request.refused", request=self.request_id, status=self.status)
@@ -105,17 +168,33 @@ class Exchange:
             duration_s=round(duration_s, 4),
         )
 
+    def _end_span(self, span: Span, outcome: str) -> None:
+        facts: dict[str, str | int | float | bool] = {
+            "http.request.method": self.method,
+            "http.route": self.endpoint,
+            "http.response.status_code": self.status,
+            "headrace.lane": self.lane,
+            "headrace.outcome": outcome,
+            "gen_ai.usage.output_tokens": self.output_tokens,
+            **{f"headrace.{name}": value for name, value in self.about().items()},
+        }
+        if self.content_at:
+            facts["headrace.time_to_first_token_s"] = round(self.content_at - self.started_at, 4)
+        served = outcome == "completed" or outcome in _CLIENTS_OWN or 400 <= self.status < 500
+        name = f"{self.method} {self.endpoint}".rstrip()
+        span.end(facts, name=name, failed="" if served else outcome)
+
 
 def exchange_of(scope: Scope) -> Exchange:
     """Return the exchange that a scope belongs to."""
     return cast(Exchange, scope[_SCOPE_KEY])
 
 
-def _request_id(scope: Scope) -> str:
+def request_id(headers: RawHeaders) -> str:
     """Return the client's own id where it is sane, else a new one."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"x-request-id":
             if _SANE_ID.fullmatch(value):
-                return cast(bytes, value).decode()
+                return value.decode()
             break
     return f"req-{secrets.token_hex(12)}"

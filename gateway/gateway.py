@@ -190,6 +190,7 @@ class Gateway:
         callers.check_model(caller, record.name)
         lane = callers.lane_for(caller, fields.lane)
         exchange.model, exchange.lane = record.name, lane
+        trace = exchange.trace(request.scope)
         job = Job(
             id=new_job_id(self.models.shard(record)),
             path=endpoint.path,
@@ -204,6 +205,8 @@ class Gateway:
             gateway=self.settings.gateway_id,
             patience_s=asked.patience_s,
             failover=asked.failover,
+            traceparent=trace.parent,
+            tracestate=trace.state,
         )
         limit = self.models.lane_limit(record)
         if asked.key is None:
@@ -240,6 +243,7 @@ class Gateway:
         numbering: Numbering | None,
     ) -> RelayedAnswer:
         exchange.job_id = stream.job_id
+        stream.request_id = exchange.request_id
         return RelayedAnswer(
             exchange,
             stream,

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from gateway.errors import error_response, from_http
 from gateway.exchange import exchange_of
+from gateway.paths import allowed_methods
 from shared.errors import HeadraceError, InvalidRequest
 
 
@@ -23,9 +24,14 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = allowed_methods(app.routes, request.scope)
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=headers)
         known = from_http(error)
         exchange_of(request.scope).outcome = known.code
-        response = error_response(known, error.headers)
+        response = error_response(known, headers)
         response.status_code = error.status_code
         return response
 

@@ -85,6 +85,7 @@ class JobStream:
         "lane",
         "patience_s",
         "reader",
+        "request_id",
     )
 
     def __init__(
@@ -104,6 +105,8 @@ class JobStream:
         self.lane = lane
         self.reader = reader
         """Its name among the job's readers."""
+        self.request_id = ""
+        """For log lines."""
         self.patience_s = patience_s
         """How long the job goes on without readers; None: to its end."""
         self.joined = ""

@@ -177,7 +177,7 @@ class RelayedAnswer(Response):
             except HeadraceError as error:
                 await self._fail(error)
             except Exception:
-                log.error("relay.failed", exc=True, job=exchange.job_id)
+                log.error("relay.failed", exc=True, **exchange.about())
                 await self._fail(HeadraceError())
         except asyncio.CancelledError:
             if not self._gave_up:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import NoDecode
 
 from shared.settings import RedisSettings, Seconds
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,]+")
 
 Bytes = Annotated[int, Field(ge=1024, le=4 << 30)]
 
@@ -80,6 +84,25 @@ class GatewaySettings(RedisSettings):
     """Most bytes of request bodies that one process holds before they are submitted; then 503."""
     http_keepalive_s: int = Field(75, ge=1, le=3600)
     """How long an idle client connection is kept, and a request's head is waited for."""
+    root_path: str = Field("", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
+    """Prefix under which a proxy has the gateway, which it may take off or leave on."""
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """Origins, separated by commas, whose web pages may read answers; `*`: all."""
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = tuple(one.strip() for one in value.split(",") if one.strip())
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError("must be `*` or origins like https://chat.example.com, no path")
+        return value
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -149,7 +149,7 @@ class Submitter:
             if shared:
                 self.abandon(stream)
             else:
-                self._canceller.request(job.id, job.lane, early=True)
+                self._canceller.request(job.id, job.lane, early=True, request=job.request_id)
             raise
         if submitted.verdict == "full":
             raise QueueFull(retry_after_s=retry_s(submitted))
@@ -176,9 +176,13 @@ class Submitter:
             return
         stream.abandoned = True
         if isinstance(stream.failure, RequestTimeout):
-            self._canceller.request(stream.job_id, stream.lane, "expired")
+            self._canceller.request(
+                stream.job_id, stream.lane, "expired", request=stream.request_id
+            )
         else:
-            self._canceller.leave(stream.job_id, stream.lane, stream.reader)
+            self._canceller.leave(
+                stream.job_id, stream.lane, stream.reader, request=stream.request_id
+            )
 
     def close(self, stream: JobStream) -> None:
         """Detach a stream from its channel."""

@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any
 
+from shared.protocol import Job
+
 
 class Log:
     """A named source of events."""
@@ -35,6 +37,12 @@ class Log:
     def error(self, event: str, *, exc: bool = False, **fields: Any) -> None:
         """`exc` adds the traceback of the exception being handled."""
         self._log(logging.ERROR, event, fields, exc)
+
+
+def about(job: Job) -> dict[str, Any]:
+    """Return the fields by which a line is found: whose job it is."""
+    fields = {"job": job.id, "request": job.request_id, "tenant": job.tenant, "model": job.model}
+    return {name: value for name, value in fields.items() if value}
 
 
 class _Console(logging.Formatter):

@@ -39,6 +39,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """How long it goes on with nobody reading its answer; None: to its end."""
     failover: str = "continue"
     """`continue`, or `error`: once something was sent, no other worker may go on with it."""
+    traceparent: str = ""
+    """W3C's trace context of whoever sent it, for the worker's spans and the engine's."""
+    tracestate: str = ""
 
 
 class Head(msgspec.Struct, frozen=True):

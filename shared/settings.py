@@ -46,6 +46,8 @@ class RedisSettings(BaseSettings):
     """Form of the log lines."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe lines that are logged."""
+    tracing: bool = False
+    """Whether spans go to an OpenTelemetry collector, as the `OTEL_*` variables say."""
 
     @field_validator("redis_url")
     @classmethod

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from typing import TYPE_CHECKING
 
+from shared import spans
 from shared.garbage import collect_rarely
 from shared.logs import configure
 from shared.settings import read
@@ -13,6 +15,9 @@ from worker.engine.interface import Engine
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 from worker.worker import Worker
+
+if TYPE_CHECKING:
+    from shared.otel import Spans
 
 
 def make_engine(settings: WorkerSettings, args: list[str]) -> Engine:
@@ -30,8 +35,8 @@ def make_engine(settings: WorkerSettings, args: list[str]) -> Engine:
     return VllmEngine(args, warm_up_timeout_s=settings.start_timeout_s, **limits)
 
 
-async def serve(settings: WorkerSettings, args: list[str]) -> int:
-    worker = Worker(settings, make_engine(settings, args), WorkerMetrics())
+async def serve(settings: WorkerSettings, args: list[str], spanning: Spans | None) -> int:
+    worker = Worker(settings, make_engine(settings, args), WorkerMetrics(), spanning)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -43,11 +48,17 @@ def main() -> None:
     settings = read(WorkerSettings)
     configure(settings.log_format, settings.log_level)
     collect_rarely()
+    spanning = spans.start(settings, "headrace-worker", settings.worker_id)
     try:
-        import uvloop
+        from uvloop import run
     except ImportError:
-        sys.exit(asyncio.run(serve(settings, sys.argv[1:])))
-    sys.exit(uvloop.run(serve(settings, sys.argv[1:])))
+        from asyncio import run
+    try:
+        code = run(serve(settings, sys.argv[1:], spanning))
+    finally:
+        if spanning is not None:
+            spanning.close()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from shared.errors import Unavailable
 from shared.keys import tag_of
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outcomes import Adopted, Left, Readers
 from shared.registry import Registry
 from shared.transitions import Transitions
@@ -102,7 +102,7 @@ class Abandoned:
         job = adopted.job
         left = await self._transitions.leave(job.id, job.lane, gone, doubtful=doubtful)
         if left.word == "running":
-            log.info("job.abandoned", job=job.id, readers=" ".join(gone))
+            log.info("job.abandoned", **about(job), readers=" ".join(gone))
         return left
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shared.logs import Log
+from shared.logs import Log, about
 from worker.running import Running
 
 log = Log("cancellation")
@@ -40,7 +40,7 @@ class Nudges:
             return
         run = self._running.jobs.get(job_id)
         if verb == "cancel" and run is not None and run.adopted.owner == owner:
-            log.info("job.cancelled", job=job_id, reason=reason)
+            log.info("job.cancelled", **about(run.adopted.job), reason=reason)
             run.stop(reason)
 
     def on_subscribed(self) -> None:

@@ -17,7 +17,7 @@ from shared.border import translated
 from shared.connection import Clients
 from shared.errors import LanesLost, QueueUnavailable, Unavailable
 from shared.keys import LANES, tag
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outage import Outage
 from shared.outcomes import Adopted, Claimed
 from shared.transitions import Transitions
@@ -201,12 +201,12 @@ class Claims:
                 log.info("job.dropped", job=claimed.job_id, reason=adopted)
         elif self._refuses(adopted):
             await self._transitions.hand_back(adopted)
-            log.info("job.handed_back", job=claimed.job_id, lane=claimed.lane)
+            log.info("job.handed_back", **about(adopted.job), lane=claimed.lane)
         elif await self._dropped(adopted):
-            log.info("job.dropped", job=claimed.job_id, reason="abandoned")
+            log.info("job.dropped", **about(adopted.job), reason="abandoned")
         else:
             if adopted.strikes:
-                log.warning("job.taken_over", job=claimed.job_id, strikes=adopted.strikes)
+                log.warning("job.taken_over", **about(adopted.job), strikes=adopted.strikes)
             self._start(adopted)
 
     async def _dropped(self, adopted: Adopted) -> bool:

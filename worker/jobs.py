@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from shared.errors import EngineFailed, QueueUnavailable, WorkerLost
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outcomes import Adopted
 from shared.protocol import End, Job
 from shared.transitions import Transitions
+from worker import spans as attempt_spans
 from worker.engine.interface import Engine
 from worker.metrics import WorkerMetrics
 from worker.publisher import Publisher
@@ -17,6 +19,9 @@ from worker.resume import Past
 from worker.run import Run
 from worker.running import Running
 from worker.waiting import first
+
+if TYPE_CHECKING:
+    from shared.otel import Spans
 
 log = Log("jobs")
 
@@ -34,12 +39,14 @@ class Jobs:
         publisher: Publisher,
         running: Running,
         metrics: WorkerMetrics,
+        spans: Spans | None = None,
     ) -> None:
         self._engine = engine
         self._transitions = transitions
         self._publisher = publisher
         self._running = running
         self._metrics = metrics
+        self._spans = spans
         self._tasks: set[asyncio.Task[None]] = set()
         self.group: asyncio.TaskGroup
         """Where the jobs' tasks live."""
@@ -66,11 +73,13 @@ class Jobs:
     def begin(self, adopted: Adopted) -> None:
         """Run a job that was just adopted."""
         run = Run(adopted, self._engine, self._publisher)
+        if self._spans is not None:
+            attempt_spans.begin(self._spans, run)
         job = adopted.job
         earlier = self._running.jobs.get(job.id)
         self._running.add(run)
         self._metrics.queue_wait.labels(job.lane).observe(adopted.waited_s)
-        log.info("job.adopted", job=job.id, lane=job.lane, attempt=adopted.attempts)
+        log.info("job.adopted", **about(job), lane=job.lane, attempt=adopted.attempts)
         task = self.group.create_task(self._run(run, earlier))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -87,7 +96,7 @@ class Jobs:
                 end = await self._execute(run)
             except Exception:
                 # One job must not take the others along.
-                log.error("job.broke", job=run.adopted.job.id, exc=True)
+                log.error("job.broke", **about(run.adopted.job), exc=True)
                 failed = EngineFailed()
                 end = End(outcome="failed", code=failed.code, message=failed.message)
             self._running.free(run)
@@ -131,7 +140,7 @@ class Jobs:
             await self._transitions.hand_back(run.adopted, blame=blame)
         except QueueUnavailable:
             return False  # Its lease lapses, and another worker takes it over.
-        log.warning("job.handed_back", job=run.adopted.job.id, blame=blame)
+        log.warning("job.handed_back", **about(run.adopted.job), blame=blame)
         return True
 
     async def _continue(self, run: Run) -> bool:
@@ -158,6 +167,7 @@ class Jobs:
         job, metrics = run.adopted.job, self._metrics
         outcome = end.outcome if end is not None and not run.outbox.fenced else "elsewhere"
         metrics.jobs.labels(job.lane, outcome).inc()
+        attempt_spans.end(run, outcome)
         usage = run.call.usage
         metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
         metrics.tokens.labels("completion").inc(usage.completion_tokens)
@@ -167,7 +177,7 @@ class Jobs:
             metrics.cancels.labels(phase, run.stopped).inc()
         log.info(
             "job.ended",
-            job=job.id,
+            **about(job),
             outcome=outcome,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,

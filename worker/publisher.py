@@ -16,7 +16,7 @@ from typing import Literal
 from shared import protocol
 from shared.errors import JobLost, QueueFull, QueueUnavailable, TransitionFailed
 from shared.keys import tag_of
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outage import Outage
 from shared.outcomes import Adopted, Append, Finish, Verdict
 from shared.protocol import Delta, End, Frame, Head, Item
@@ -205,7 +205,7 @@ class Outbox:
 
     def _lose(self, seq: int) -> None:
         """The server has lost more than is kept here: end the job where its log ends now."""
-        log.error("job.unrepairable", job=self.adopted.job.id, seq=seq, written=self._last)
+        log.error("job.unrepairable", **about(self.adopted.job), seq=seq, written=self._last)
         self._items.clear()
         self._unwritten.clear()
         self._kept.clear()
@@ -339,5 +339,5 @@ class Writer:
             for outbox in outboxes:
                 await self._write([outbox])
             return
-        log.error("publish.refused", job=outboxes[0].adopted.job.id, error=error.message)
+        log.error("publish.refused", **about(outboxes[0].adopted.job), error=error.message)
         outboxes[0].give_up()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import (
     Cancelled,
@@ -13,12 +13,16 @@ from shared.errors import (
     RequestTimeout,
     WorkerLost,
 )
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outcomes import Adopted
 from shared.protocol import Delta, End, Head, Usage
+from shared.trace import TraceContext
 from worker.engine.interface import CURRENT, Call, Engine, Message
 from worker.publisher import Outbox, Publisher
 from worker.resume import Past, Splice
+
+if TYPE_CHECKING:
+    from shared.otel import Span
 
 log = Log("run")
 
@@ -44,6 +48,9 @@ class Run:
     def __init__(self, adopted: Adopted, engine: Engine, publisher: Publisher) -> None:
         job = adopted.job
         self.adopted = adopted
+        self.trace = TraceContext(job.traceparent, job.tracestate)
+        """What the engine's spans belong to."""
+        self.span: Span | None = None
         self.call = Call(job.id, max_tokens_given=job.max_tokens_given)
         self._splice: Splice | None = None
         self._untold: list[Delta] = []
@@ -110,7 +117,7 @@ class Run:
             stop.cancel()
             app.cancel()
         if error is not None and self.stopped is None:
-            log.error("job.raised", job=self.adopted.job.id, error=type(error).__name__)
+            log.error("job.raised", **about(self.adopted.job), error=type(error).__name__)
         return self._end()
 
     async def _application(self) -> None:
@@ -120,7 +127,7 @@ class Run:
         """Give the disconnect time to be heard; then abort; then cancel."""
         await asyncio.wait({app}, timeout=DISCONNECT_S)
         if not app.done():
-            log.warning("job.deaf", job=self.adopted.job.id)
+            log.warning("job.deaf", **about(self.adopted.job))
             await self._engine.abort(self.adopted.job.id)
             await asyncio.wait({app}, timeout=DISCONNECT_S)
         if not app.done():
@@ -154,6 +161,7 @@ class Run:
             (b"content-type", job.content_type.encode("latin-1")),
             (b"content-length", str(len(job.body)).encode()),
             (b"x-request-id", job.id.encode()),
+            *self.trace.headers(),
         ]
         return {
             "type": "http",

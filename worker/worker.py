@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import time
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import start_http_server
 
 from shared.connection import Connections
 from shared.errors import QueueUnavailable
 from shared.keys import Keys
-from shared.logs import Log
+from shared.logs import Log, about
 from shared.outage import Outage
 from shared.outcomes import Claimed
 from shared.registry import Registry
@@ -35,6 +35,9 @@ from worker.running import Running
 from worker.settings import WorkerSettings
 from worker.takeover import Takeover
 from worker.waiting import first
+
+if TYPE_CHECKING:
+    from shared.otel import Spans
 
 log = Log("worker")
 
@@ -54,7 +57,13 @@ class Exit(IntEnum):
 class Worker:
     """One engine and the tasks around it."""
 
-    def __init__(self, settings: WorkerSettings, engine: Engine, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        metrics: WorkerMetrics,
+        spans: Spans | None = None,
+    ) -> None:
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -72,7 +81,7 @@ class Worker:
         self._presence = Presence(settings, engine, self._registry, beats, self._running)
         self._presence.on_beat = self._measure
         self._subscriber = Subscribers(settings, name=f"{name}-control", ack_timeout_s=2)
-        self._jobs = Jobs(engine, self._transitions, self._publisher, self._running, metrics)
+        self._jobs = Jobs(engine, self._transitions, self._publisher, self._running, metrics, spans)
         self._claims = [self._claims_of(shard) for shard in range(settings.shards)]
         self._jobs.freed = self._unblock
         self._abandoned = Abandoned(settings, self._registry, beats, self._presence, self._running)
@@ -262,7 +271,7 @@ class Worker:
                 return
         for run in self._running.jobs.values():
             if run.stopped is None and not self._jobs.move(run, restart=True):
-                log.warning("job.drained", job=run.adopted.job.id)
+                log.warning("job.drained", **about(run.adopted.job))
                 run.stop("drained")
 
     async def _wait_drained(self, failed: asyncio.Task[str], timeout_s: float) -> None:

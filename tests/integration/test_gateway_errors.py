@@ -65,7 +65,7 @@ async def test_unknown_things(pair: Pair) -> None:
     check_error(response, raw, 404, "unknown_url")
     response, raw = await sse.fetch(gateway.chat)
     check_error(response, raw, 405, "method_not_allowed")
-    assert response.headers["allow"] == "POST"
+    assert response.headers["allow"] == "OPTIONS, POST"
     response, raw = await sse.fetch(f"{gateway.url}/v1/models", WHOLE)
     check_error(response, raw, 405, "method_not_allowed")
     response, raw = await sse.fetch(f"{gateway.url}/v1/models/nope")
@@ -314,3 +314,21 @@ async def test_request_id_is_echoed_where_it_is_sane(pair: Pair) -> None:
     for insane in ("x" * 129, "with space", "caf\u00e9", ""):
         response, _ = await sse.fetch(url, headers={"X-Request-Id": insane})
         assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_request_id_is_on_every_answer_and_in_the_job(pair: Pair) -> None:
+    gateway, worker = pair
+    mine = {"X-Request-Id": "mine-2"}
+    for path in ("/healthz", "/readyz", "/metrics", "/v1/nothing", "/v1/chat/completions"):
+        response, _ = await sse.fetch(gateway.url + path, headers=mine)
+        assert response.headers["x-request-id"] == "mine-2"
+    too_large = {**mine, "x-long": "x" * 70_000}
+    response, _ = await sse.fetch(f"{gateway.url}/healthz", headers=too_large)
+    assert (response.status, response.headers["x-request-id"]) == (431, "mine-2")
+    trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1"}
+    answering = asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE, headers=mine | trace))
+    job = await worker.take()
+    assert (job.job.request_id, job.job.model) == ("mine-2", "tiny")
+    assert {"traceparent": job.job.traceparent, "tracestate": job.job.tracestate} == trace
+    await job.whole(b"{}")
+    assert (await answering)[0].headers["x-request-id"] == "mine-2"

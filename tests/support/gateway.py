@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import SecretStr
 
@@ -17,15 +17,20 @@ from gateway.settings import GatewaySettings
 from tests.support.fake_worker import FakeWorker
 from tests.support.waiting import until
 
+if TYPE_CHECKING:
+    from shared.otel import Spans
+
 
 class RunningGateway:
     """Serving inside `async with`; ready when it knows `workers` workers."""
 
-    def __init__(self, redis_url: str, *, workers: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, redis_url: str, *, workers: int = 1, spans: Spans | None = None, **settings: Any
+    ) -> None:
         settings = {"registry_refresh_s": 0.05, "drain_timeout_s": 1, **settings}
         self.settings = GatewaySettings(redis_url=SecretStr(redis_url), **settings)
         self._workers = workers
-        self.server: Server = build_server(self.settings)
+        self.server: Server = build_server(self.settings, spans)
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(1024)

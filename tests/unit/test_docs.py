@@ -65,7 +65,7 @@ def _default(field: FieldInfo) -> str:
         value = value.get_secret_value()
     if value is None:
         return "unset"
-    if value == "":
+    if value in ("", ()):
         return "empty"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

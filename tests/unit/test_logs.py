@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.logs import Log, configure
+from shared.logs import Log, about, configure
+from tests.wire.records import make_job
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +61,9 @@ def test_less_severe_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> N
     Log("test").info("job.claimed")
     logging.getLogger("somebody.else").info("chatter")
     assert capsys.readouterr().err == ""
+
+
+def test_a_line_about_a_job_tells_whose_it_is() -> None:
+    job = make_job(request_id="r", tenant="t", body=b"secret")
+    assert about(job) == {"job": job.id, "request": "r", "tenant": "t", "model": job.model}
+    assert about(make_job(id="i")) == {"job": "i", "model": job.model}

@@ -77,6 +77,14 @@ async def test_the_application_gets_the_job_as_a_request(bench: Bench) -> None:
     assert headers[b"content-length"] == b"10"
     # Never the client's own: engines abort by id.
     assert headers[b"x-request-id"] == run.adopted.job.id.encode()
+    assert b"traceparent" not in headers
+
+
+async def test_the_application_gets_the_trace_that_the_request_belongs_to(bench: Bench) -> None:
+    await bench.settle(bench.make(complete, traceparent="00-1-2-01", tracestate="a=1"))
+    headers = dict(bench.engine.scopes[0]["headers"])
+    assert headers[b"traceparent"] == b"00-1-2-01"
+    assert headers[b"tracestate"] == b"a=1"
 
 
 async def test_the_call_reaches_every_task_of_the_application(bench: Bench) -> None:
