@@ -47,7 +47,7 @@ TURNS = 8
 
 GATEWAY_CALLS = {1: 58, 3: 30}
 """Per token, by how many come at once: from the channel's bytes to those for the client."""
-WORKER_CALLS = 67
+WORKER_CALLS = 30
 """Per token, from the application's message to the server's verdict."""
 WORKER_CALLS_PER_STEP = 700
 """Beside those, however many jobs there are: a round trip."""
