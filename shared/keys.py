@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2s
 
 LANES = ("interactive", "batch")
@@ -126,3 +127,9 @@ class Keys:
 
     def api_keys(self) -> str:
         return self._tagged(REGISTRY, "keys")
+
+@lru_cache(maxsize=8192)
+def written(prefix: str, job_id: str) -> tuple[bytes, bytes, bytes]:
+    """Return what each write to a job names: its key, its log and its channel. Made once per job."""
+    keys = Keys(prefix)
+    return keys.job(job_id).encode(), keys.log(job_id).encode(), keys.channel(job_id).encode()

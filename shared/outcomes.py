@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from shared.protocol import Envelope, Job, Usage
 
@@ -51,7 +52,7 @@ class Adopted:
     """Who reads its answer: `<gateway>/<number>` each."""
 
 
-class Append(NamedTuple):
+class Append(Struct, frozen=True, gc=False):
     """Encoded frames of one job, to be published in order."""
 
     job_id: str
@@ -75,7 +76,7 @@ class Finish:
     usage: Usage | None = None
 
 
-class Verdict(NamedTuple):
+class Verdict(Struct, frozen=True, gc=False):
     """What became of a write: `ok`; `cancelled` or `expired` (written, but the job is to be
     stopped); `fenced` (another owns the job); `gap` (the log ends at `seq`: send from there)."""
 

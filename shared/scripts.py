@@ -77,7 +77,7 @@ class Script:
         except NoScriptError:
             return await redis.eval(self.source, len(keys), *keys, *args)
 
-    def add(self, pipeline: Pipeline, keys: Sequence[str], args: Args) -> None:
+    def add(self, pipeline: Pipeline, keys: Sequence[str] | Sequence[bytes], args: Args) -> None:
         """Queue the call in a pipeline, whose owner answers `NoScriptError` with `teach`."""
         pipeline.evalsha(self._sha, len(keys), *keys, *args)
 

@@ -18,7 +18,7 @@ from shared.errors import (
     QueueUnavailable,
     RequestTimeout,
 )
-from shared.keys import GROUP, tag_of
+from shared.keys import GROUP, tag_of, written
 from shared.outcomes import (
     Adopted,
     Append,
@@ -42,6 +42,8 @@ DEAD_LENGTH = 1000
 
 T = TypeVar("T")
 
+Call = tuple[str, Sequence[str] | Sequence[bytes], Sequence[Any]]
+"""Script, keys and arguments."""
 Reason = Literal["cancelled", "expired"]
 
 
@@ -214,7 +216,7 @@ class Transitions(Queries):
         """
         if not appends and not finishes:
             return [], []
-        calls = [("publish", *self._publish_call(appends))] if appends else []
+        calls: list[Call] = [("publish", *self._publish_call(appends))] if appends else []
         calls += [("finish", *self._finish_call(finish)) for finish in finishes]
         job_tag = tag_of((appends or finishes)[0].job_id)
         replies = await self._at(job_tag, lambda redis: self._pipelined(redis, calls))
@@ -228,7 +230,7 @@ class Transitions(Queries):
     async def _pipelined(
         self,
         redis: Redis,
-        calls: Sequence[tuple[str, Sequence[str], Sequence[Any]]],
+        calls: Sequence[Call],
         wait: tuple[int, int] | None = None,
     ) -> list[Any]:
         """Call scripts in one round trip. Raises the first error that one of them answered.
@@ -252,12 +254,15 @@ class Transitions(Queries):
                 raise reply
         return replies
 
-    def _publish_call(self, appends: Sequence[Append]) -> tuple[list[str], list[Any]]:
-        names, args = [], []
+    def _publish_call(self, appends: Sequence[Append]) -> tuple[list[bytes], list[Any]]:
+        names: list[bytes] = []
+        args: list[Any] = []
+        prefix = self._keys.prefix
         for append in appends:
-            names += [self._keys.job(append.job_id), self._keys.log(append.job_id)]
-            args += [append.owner, append.base, self._keys.channel(append.job_id)]
-            args += [append.first, len(append.bodies), *append.bodies]
+            job, log, channel = written(prefix, append.job_id)
+            names += (job, log)
+            bodies = append.bodies
+            args += (append.owner, append.base, channel, append.first, len(bodies), *bodies)
         return names, args
 
     def _finish_call(self, finish: Finish) -> tuple[list[str], list[Any]]:

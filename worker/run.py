@@ -199,25 +199,27 @@ class Run:
                 # Not before the first part: a fault until then can still become a status.
                 self._head_put = True
                 self.outbox.put_head(self._head, known=self._splice is not None)
-            if body := message.get("body"):
-                await self._put(bytes(body))
+            if (body := message.get("body")) and self._put(bytes(body)):
+                await self.outbox.room()
             if not message.get("more_body"):
                 self._complete = True
 
-    async def _put(self, part: bytes) -> None:
-        """Add a part, unless an earlier attempt has said it already."""
+    def _put(self, part: bytes) -> bool:
+        """Add a part, unless an earlier attempt has said it already; True if it is to wait."""
         deltas = self.call.deltas
-        tokens = deltas.copy()
-        deltas.clear()
         if self._splice is not None:
             try:
                 new = self._splice.pass_on(part)
             except Diverged:
                 self._diverged = True
                 self.stopping.set()
-                return
+                return False
+            self._untold += deltas
+            deltas.clear()
             if new is None:
-                self._untold += tokens
-                return
-            part, tokens, self._untold = new, self._untold + tokens, []
-        await self.outbox.put(part, tokens)
+                return False
+            tokens, self._untold = self._untold, []
+            return self.outbox.add(new, tokens)
+        full = self.outbox.add(part, deltas)
+        deltas.clear()
+        return full

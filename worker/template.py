@@ -30,6 +30,7 @@ class Template:
     def __init__(self) -> None:
         self._prefix = b""
         self._suffix = b""
+        self._prefix_bytes = self._suffix_bytes = 0
         self._previous = b""
         self._misses = _MISSES
         self._young = False
@@ -39,13 +40,20 @@ class Template:
 
     def thin(self, event: bytes) -> Item:
         """Return what differs from the template, or the whole event where it doesn't fit."""
-        if self._fits(event):
+        skipped, end = self._prefix_bytes, len(event) - self._suffix_bytes
+        if (
+            skipped
+            and skipped <= end
+            and event.startswith(self._prefix)
+            and event.endswith(self._suffix)
+        ):
             self._misses = 0
-            if self._young:
-                # A chat's first event has a form of its own: what it shares with the second is
-                # less than what all later ones share with each other.
-                self._young = False
-                self._learn(event, len(self._prefix) + len(self._suffix) + _BETTER_BYTES)
+            if not self._young:
+                return event[skipped:end]
+            # A chat's first event has a form of its own: what it shares with the second is less
+            # than what all later ones share with each other.
+            self._young = False
+            self._learn(event, skipped + self._suffix_bytes + _BETTER_BYTES)
             return self._cut(event)
         self._misses += 1
         if self._misses > _MISSES and self._learn(event, _WORTH_BYTES):
@@ -56,17 +64,8 @@ class Template:
         self._previous = event
         return (event,)
 
-    def _fits(self, event: bytes) -> bool:
-        prefix, suffix = self._prefix, self._suffix
-        return (
-            bool(prefix)
-            and len(event) >= len(prefix) + len(suffix)
-            and event.startswith(prefix)
-            and event.endswith(suffix)
-        )
-
     def _cut(self, event: bytes) -> bytes:
-        return event[len(self._prefix) : len(event) - len(self._suffix)]
+        return event[self._prefix_bytes : len(event) - self._suffix_bytes]
 
     def _learn(self, event: bytes, worth_bytes: int) -> bool:
         """Take what this event and the one before it have in common, if that is enough."""
@@ -77,5 +76,6 @@ class Template:
         if not prefix or len(prefix) + len(suffix) < worth_bytes:
             return False
         self._prefix, self._suffix = prefix, suffix
+        self._prefix_bytes, self._suffix_bytes = len(prefix), len(suffix)
         self.fresh = (prefix, suffix)
         return True
