@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.cors import Cors
 from gateway.endpoints import ENDPOINTS, Endpoint
+from gateway.errors import NotStored
 from gateway.exchange import Exchange, exchange_of
 from gateway.gateway import Gateway
 from gateway.handlers import install
@@ -113,6 +114,13 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
         caller = await gateway.identify(request)
         return _json(gateway.models.card(request.path_params["name"], caller))
 
+    async def version(request: Request) -> Response:
+        return _json({"version": gateway.models.engines()})
+
+    async def stored(request: Request) -> Response:
+        await gateway.identify(request)
+        raise NotStored
+
     async def job(request: Request) -> Response:
         exchange_of(request.scope).endpoint = "/v1/jobs/{id}"
         caller = await gateway.identify(request)
@@ -130,9 +138,14 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
 
     app.add_route("/healthz", health.healthz, methods=["GET"])
     app.add_route("/readyz", health.readyz, methods=["GET"])
+    app.add_route("/health", health.health, methods=["GET"])
     app.add_route("/metrics", health.metrics, methods=["GET"])
+    app.add_route("/version", version, methods=["GET"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", model, methods=["GET"])
+    app.add_route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"])
+    app.add_route("/v1/responses/{response_id}/cancel", stored, methods=["POST"])
+    app.add_route("/v1/responses/{response_id}/input_items", stored, methods=["GET"])
     app.add_route("/v1/jobs/{job_id}", job, methods=["GET"])
     app.add_route("/v1/jobs/{job_id}/stream", stream, methods=["GET"])
     app.add_route("/v1/jobs/{job_id}/cancel", cancel, methods=["POST"])

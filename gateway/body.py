@@ -28,6 +28,7 @@ _LANES = {
     "priority": "interactive",
 }
 """`service_tier` → lane."""
+FORM_TYPE = "multipart/form-data"
 _BOM = b"\xef\xbb\xbf"
 _TRUE_WORDS = frozenset({"true", "1", "yes", "on", "t", "y"})
 _INT_DIGITS = 4300
@@ -50,6 +51,7 @@ class Fields(msgspec.Struct, frozen=True):
     service_tier: Any = None
     background: Any = None
     previous_response_id: Any = None
+    conversation: Any = None
 
     @property
     def lane(self) -> str | None:
@@ -60,9 +62,7 @@ class Fields(msgspec.Struct, frozen=True):
     @property
     def asks_stream(self) -> bool:
         """Whether the worker will understand `stream` as true."""
-        if isinstance(self.stream, str):
-            return self.stream.lower() in _TRUE_WORDS
-        return self.stream is True or self.stream == 1
+        return _is_true(self.stream)
 
     @property
     def sequences(self) -> int:
@@ -77,6 +77,12 @@ class Fields(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(Fields)
+
+
+def _is_true(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lower() in _TRUE_WORDS
+    return value is True or value == 1
 
 
 class Room:
@@ -114,9 +120,11 @@ class Share:
         self._room.give_back(self._size)
 
 
-async def read(request: Request, share: Share, *, limit: int, timeout_s: float) -> bytes:
-    """Read a body, counting; raise as soon as it is known to be too large, or not JSON."""
-    _check_type(request.headers.get("content-type"))
+async def read(
+    request: Request, share: Share, *, limit: int, timeout_s: float, form: bool = False
+) -> bytes:
+    """Read a body, counting; raise as soon as it is known to be too large, or of a wrong type."""
+    _check_type(request.headers.get("content-type"), form=form)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)
@@ -144,9 +152,12 @@ def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"The request's body is larger than {limit} bytes.")
 
 
-def _check_type(content_type: str | None) -> None:
+def _check_type(content_type: str | None, *, form: bool) -> None:
     media_type = (content_type or "application/json").split(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    if form:
+        if media_type != FORM_TYPE:
+            raise UnsupportedMediaType(f"The request's content type must be {FORM_TYPE}.")
+    elif media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType("The request's content type must be application/json.")
 
 
@@ -187,13 +198,13 @@ def _has_huge_number(body: bytes) -> bool:
 
 def refuse_stored_state(fields: Fields) -> None:
     """Refuse what would need one worker's memory: a pool doesn't have it."""
-    if fields.background is True:
+    if _is_true(fields.background):
         raise InvalidRequest("Background responses are not supported here.", param="background")
-    if fields.previous_response_id is not None:
-        raise InvalidRequest(
-            "Responses are not stored here: send the conversation in `input`.",
-            param="previous_response_id",
-        )
+    for name in ("previous_response_id", "conversation"):
+        if getattr(fields, name) is not None:
+            raise InvalidRequest(
+                "Responses are not stored here: send the conversation in `input`.", param=name
+            )
 
 
 class Refusal:

@@ -84,6 +84,13 @@ class IdempotencyConflict(InvalidRequest):
     status = 409
 
 
+class NotStored(InvalidRequest):
+    """Responses are not stored here: read the answer of the request that made it."""
+
+    code = "not_stored"
+    status = 404
+
+
 class AnswerGone(InvalidRequest):
     """The job's answer is not kept any more."""
 

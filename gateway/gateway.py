@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from gateway import body, callers, options
+from gateway import body, callers, form, options
 from gateway.callers import Callers
 from gateway.cancels import RUNNERS, Canceller
 from gateway.endpoints import Endpoint
@@ -38,6 +38,7 @@ from shared.transitions import Transitions
 
 log = Log("gateway")
 
+JSON_TYPE = "application/json"
 _CLEANUP_S = 5.0
 
 
@@ -164,6 +165,7 @@ class Gateway:
                     share,
                     limit=self.settings.max_body_bytes,
                     timeout_s=self.settings.body_timeout_s,
+                    form=endpoint.takes_form,
                 )
             except (BodyTooLarge, Overloaded) as error:
                 exchange.outcome = error.code
@@ -178,8 +180,10 @@ class Gateway:
         caller: KeyRecord,
         raw: bytes,
     ) -> ASGIApp:
-        fields = body.decode(raw)
-        body.refuse_stored_state(fields)
+        content_type = request.headers["content-type"] if endpoint.takes_form else JSON_TYPE
+        fields = form.decode(raw, content_type) if endpoint.takes_form else body.decode(raw)
+        if endpoint.path == "/v1/responses":
+            body.refuse_stored_state(fields)
         asks_stream = endpoint.streams and fields.asks_stream
         asked = options.read(
             request.headers, self.settings, stream=asks_stream, on_disconnect=caller.on_disconnect
@@ -195,6 +199,7 @@ class Gateway:
             id=new_job_id(self.models.shard(record)),
             path=endpoint.path,
             body=raw,
+            content_type=content_type,
             model=record.name,
             lane=lane,
             stream=asks_stream,

@@ -22,16 +22,25 @@ class Health:
     async def readyz(self, request: Request) -> Response:
         """Readiness: the queue is reached and a worker is there."""
         gateway = self._gateway
-        reached = gateway.subscriber.connected and gateway.models.reachable
-        workers = gateway.models.ready_workers
-        ready = reached and workers > 0 and not gateway.draining and not gateway.failed
         state = {
-            "ready": ready,
-            "redis": reached,
-            "workers": workers,
+            "ready": self._ready(),
+            "redis": self._reached(),
+            "workers": gateway.models.ready_workers,
             "draining": gateway.draining,
         }
-        return JSONResponse(state, 200 if ready else 503)
+        return JSONResponse(state, 200 if state["ready"] else 503)
+
+    async def health(self, request: Request) -> Response:
+        """Readiness as `vllm serve` tells it: by the status alone."""
+        return Response(status_code=200 if self._ready() else 503)
+
+    def _reached(self) -> bool:
+        return self._gateway.subscriber.connected and self._gateway.models.reachable
+
+    def _ready(self) -> bool:
+        gateway = self._gateway
+        served = gateway.models.ready_workers > 0
+        return self._reached() and served and not gateway.draining and not gateway.failed
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text form."""

@@ -190,6 +190,14 @@ class Models:
         known = sorted(served & snapshot.models.keys())
         return [_card(snapshot.models[name]) for name in known if may_use(caller, name)]
 
+    def engines(self) -> str:
+        """Return the versions of the engines behind ready workers. Raises `NoWorker`."""
+        workers = self._snapshot.ready() if self._snapshot else []
+        if not workers:
+            raise NoWorker("No worker is ready.", retry_after_s=_NO_WORKER_RETRY_S)
+        # "vllm 0.32.0": whoever asks wants what `vllm serve` would say.
+        return ", ".join(sorted({one.engine.removeprefix("vllm ") for one in workers}))
+
     def card(self, name: str, caller: KeyRecord) -> dict[str, Any]:
         """Return OpenAI's description of one of these models."""
         for card in self.listing(caller):

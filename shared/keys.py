@@ -128,6 +128,7 @@ class Keys:
     def api_keys(self) -> str:
         return self._tagged(REGISTRY, "keys")
 
+
 @lru_cache(maxsize=8192)
 def written(prefix: str, job_id: str) -> tuple[bytes, bytes, bytes]:
     """Return what each write to a job names: its key, its log and its channel. Made once per job."""

@@ -16,8 +16,10 @@ from tests.support.proxy import TcpProxy
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
 from tests.unit.test_gateway_body import BAD
+from tests.unit.test_gateway_form import upload
 
 WHOLE = {"model": "tiny", "messages": []}
+UPLOAD = upload({"model": "tiny"})
 
 Pair = tuple[RunningGateway, FakeWorker]
 
@@ -91,10 +93,34 @@ async def test_content_types(pair: Pair) -> None:
 async def test_stored_state_is_refused(pair: Pair) -> None:
     gateway, _ = pair
     url = f"{gateway.url}/v1/responses"
-    for name, value in (("background", True), ("previous_response_id", "resp_1")):
+    for name in ("background", "previous_response_id", "conversation"):
+        value = True if name == "background" else "id_1"
         response, raw = await sse.fetch(url, {"model": "tiny", "input": "x", name: value})
         error = check_error(response, raw, 400, "invalid_request")
         assert error["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("method", "tail"),
+    [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")],
+)
+async def test_stored_responses_are_known_not_to_be_kept(
+    pair: Pair, method: str, tail: str
+) -> None:
+    gateway, worker = pair
+    url = f"{gateway.url}/v1/responses/resp_1{tail}"
+    response, raw = await sse.fetch(url, method=method)
+    error = check_error(response, raw, 404, "not_stored")
+    assert "not stored" in str(error["message"])
+    assert await worker.job_ids() == []
+
+
+async def test_stored_state_matters_to_responses_alone(pair: Pair) -> None:
+    gateway, worker = pair
+    for name in ("background", "previous_response_id", "conversation"):
+        answering = asyncio.ensure_future(sse.fetch(gateway.chat, {**WHOLE, name: True}))
+        await (await worker.take()).whole(b"{}")
+        assert (await answering)[0].status == 200
 
 
 async def test_body_that_says_it_is_too_large(pair: Pair) -> None:
@@ -266,11 +292,50 @@ async def test_full_memory_refuses_new_work_and_lets_cancels_through(
 async def test_every_endpoint_of_the_table_is_relayed(pair: Pair) -> None:
     gateway, worker = pair
     for endpoint in ENDPOINTS:
-        answering = asyncio.ensure_future(sse.fetch(gateway.url + endpoint.path, WHOLE))
+        content, sent = (b"{}", "application/json") if not endpoint.takes_form else UPLOAD
+        headers = {"content-type": sent}
+        url = gateway.url + endpoint.path
+        answering = asyncio.ensure_future(sse.fetch(url, content, headers=headers))
         job = await worker.take()
-        assert job.job.path == endpoint.path
+        assert (job.job.path, job.job.body, job.job.content_type) == (endpoint.path, content, sent)
+        assert job.job.model == "tiny"
         await job.whole(b'{"ok": true}')
         assert (await answering)[1] == b'{"ok": true}'
+
+
+async def test_uploads_are_streamed_refused_and_sent_to_their_model(pair: Pair) -> None:
+    gateway, worker = pair
+    url = f"{gateway.url}/v1/audio/transcriptions"
+    content, sent = upload({"model": "tiny", "stream": "true"})
+    answering = asyncio.ensure_future(sse.fetch(url, content, headers={"content-type": sent}))
+    job = await worker.take()
+    assert job.job.stream
+    await job.whole(b"{}")
+    assert (await answering)[0].status == 200
+    content, sent = upload({"model": "other"})
+    response, raw = await sse.fetch(url, content, headers={"content-type": sent})
+    check_error(response, raw, 404, "model_not_found")
+    response, raw = await sse.fetch(url, WHOLE)
+    check_error(response, raw, 415, "unsupported_media_type")
+    response, raw = await sse.fetch(
+        url, content, headers={"content-type": "multipart/form-data; boundary=other"}
+    )
+    check_error(response, raw, 400, "invalid_request")
+
+
+async def test_what_needs_no_job_is_answered_without_one(pair: Pair) -> None:
+    gateway, worker = pair
+    response, raw = await sse.fetch(f"{gateway.url}/version")
+    assert (response.status, json.loads(raw)) == (200, {"version": "0.32.0"})
+    response, raw = await sse.fetch(f"{gateway.url}/health")
+    assert (response.status, raw) == (200, b"")
+    await worker.announce("draining")
+    await until(lambda: gateway.gateway.models.ready_workers == 0, "it is noticed")
+    response, raw = await sse.fetch(f"{gateway.url}/version")
+    check_error(response, raw, 503, "no_worker")
+    response, raw = await sse.fetch(f"{gateway.url}/health")
+    assert (response.status, raw) == (503, b"")
+    assert await worker.job_ids() == []
 
 
 async def test_model_may_be_left_out_where_there_is_one_pool(pair: Pair) -> None:

@@ -110,7 +110,12 @@ class FakeWorker:
     async def announce(self, state: str = "ready") -> None:
         """Write the registry's records."""
         record = WorkerRecord(
-            id=self.id, pool=self.pool, models=self.models, state=state, seats=self.seats
+            engine="vllm 0.32.0",
+            id=self.id,
+            pool=self.pool,
+            models=self.models,
+            state=state,
+            seats=self.seats,
         )
         models = [
             ModelRecord(

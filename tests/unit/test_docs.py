@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 import gateway.errors  # noqa: F401  (its errors belong to the tree)
 from gateway.app import create_app
+from gateway.endpoints import ENDPOINTS
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from shared import protocol
@@ -174,6 +175,17 @@ def test_errors_are_documented_with_status_and_advice() -> None:
     assert documented == {
         kind.code: (str(kind.status), "yes" if kind.retryable else "") for kind in ours
     }
+
+
+def test_the_table_of_endpoints_is_the_gateways() -> None:
+    documented = {
+        path: tuple(cells[1:4]) for path, cells in _section("Endpoints", "api.md").items()
+    }
+    relayed = {
+        one.path: (one.kind, "yes" if one.streams else "", "form" if one.takes_form else "JSON")
+        for one in ENDPOINTS
+    }
+    assert {path: cells for path, cells in documented.items() if path[0] == "/"} == relayed
 
 
 def test_routes_are_documented() -> None:

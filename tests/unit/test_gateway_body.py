@@ -121,7 +121,15 @@ def test_sequences(n: object, sequences: int) -> None:
     assert body.decode(json.dumps({"n": n}).encode()).sequences == sequences
 
 
-@pytest.mark.parametrize("fields", [{"background": True}, {"previous_response_id": "resp_1"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"background": True},
+        {"background": "true"},
+        {"previous_response_id": "resp_1"},
+        {"conversation": {"id": "conv_1"}},
+    ],
+)
 def test_stored_state_is_refused_by_name(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         body.refuse_stored_state(body.decode(json.dumps(fields).encode()))

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway.channels import Channels
+from gateway.cors import Cors
 from gateway.exchange import Exchange
 from gateway.relay import JobStream
 from gateway.respond import RelayedAnswer
@@ -137,7 +138,7 @@ class Client:
             on_response=lambda: None,
         )
         self.answer = RelayedAnswer(
-            Exchange(scope, cast(Any, self.cycle.send)),
+            Exchange(scope, cast(Any, self.cycle.send), Cors(())),
             self.stream,
             asked_stream=True,
             settings=settings,
