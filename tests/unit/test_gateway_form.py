@@ -23,7 +23,7 @@ def test_the_needed_fields_are_read() -> None:
     fields = form.decode(*upload({"model": "caf\u00e9", "stream": "True", "language": "en"}))
     assert fields.model == "caf\u00e9"
     assert fields.asks_stream
-    assert fields.lane == "interactive"
+    assert fields.lane is None
     assert not fields.max_tokens_given
     assert form.decode(*upload({"model": "m", "max_completion_tokens": "5"})).max_tokens_given
     assert form.decode(*upload({"service_tier": "flex"})).lane == "batch"
