@@ -44,7 +44,9 @@ class Run:
     def __init__(self, adopted: Adopted, engine: Engine, publisher: Publisher) -> None:
         job = adopted.job
         self.adopted = adopted
-        self.call = Call(job.id, max_tokens_given=job.max_tokens_given)
+        self.call = Call(
+            job.id, max_tokens_given=job.max_tokens_given, max_tokens=max(job.max_tokens, 0)
+        )
         self._splice: Splice | None = None
         self._untold: list[Delta] = []
         self._diverged = False
