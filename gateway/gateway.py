@@ -158,12 +158,13 @@ class Gateway:
         exchange.endpoint = endpoint.path
         caller = await self.identify(request)
         self.submitter.check_room()
+        limit = self.settings.max_body_bytes
         with body.Share(self.bodies) as share:
             try:
                 raw = await body.read(
                     request,
                     share,
-                    limit=self.settings.max_body_bytes,
+                    limit=min(limit, caller.max_body_bytes or limit),
                     timeout_s=self.settings.body_timeout_s,
                     form=endpoint.takes_form,
                 )
@@ -205,6 +206,7 @@ class Gateway:
             stream=asks_stream,
             sequences=fields.sequences,
             max_tokens_given=fields.max_tokens_given,
+            max_tokens=caller.max_tokens,
             tenant=caller.tenant,
             request_id=exchange.request_id,
             gateway=self.settings.gateway_id,

@@ -31,6 +31,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int = 1
     """Sequences that it takes in the engine: `n`."""
     max_tokens_given: bool = False
+    max_tokens: int = 0
+    """Longest answer that its caller may have, whatever the body says; 0: as the worker does it."""
     tenant: str = ""
     request_id: str = ""
     """The client's own id for it, for log lines only."""

@@ -51,7 +51,9 @@ class Run:
         self.trace = TraceContext(job.traceparent, job.tracestate)
         """What the engine's spans belong to."""
         self.span: Span | None = None
-        self.call = Call(job.id, max_tokens_given=job.max_tokens_given)
+        self.call = Call(
+            job.id, max_tokens_given=job.max_tokens_given, max_tokens=max(job.max_tokens, 0)
+        )
         self._splice: Splice | None = None
         self._untold: list[Delta] = []
         self._diverged = False

@@ -250,3 +250,17 @@ async def test_jobs_of_nobody_in_particular_are_no_tenants(valkey: ValkeyServer)
         for job in (theirs, ours):
             await job.whole(b"{}")
         await asyncio.gather(asked, kept)
+
+
+async def test_a_keys_own_limits_reach_the_worker_and_the_body(pair: Pair) -> None:
+    gateway, worker = pair
+    key = await key_for(worker, max_tokens=50, max_body_bytes=1000)
+    large = {**WHOLE, "user": "x" * 1000}
+    assert await refused(gateway.chat, large, headers=key.headers) == (413, "body_too_large")
+    free = await key_for(worker)
+    for one, body, most in ((key, WHOLE, 50), (free, large, 0)):
+        asked = asyncio.ensure_future(sse.fetch(gateway.chat, body, headers=one.headers))
+        job = await worker.take()
+        assert job.job.max_tokens == most
+        await job.whole(b"{}")
+        assert (await asked)[0].status == 200

@@ -97,11 +97,12 @@ async def test_the_call_reaches_every_task_of_the_application(bench: Bench) -> N
         await asyncio.create_task(inner())
         await complete(call, body, receive, send)
 
-    run = bench.make(answer, max_tokens_given=True)
+    run = bench.make(answer, max_tokens_given=True, max_tokens=7)
     await bench.settle(run)
     assert seen == [run.call]
     assert run.call.job_id == run.adopted.job.id
     assert run.call.max_tokens_given
+    assert run.call.max_tokens == 7
 
 
 async def test_a_stream_goes_out_as_it_comes(bench: Bench) -> None:

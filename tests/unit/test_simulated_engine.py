@@ -294,6 +294,17 @@ async def test_limits(start: Start) -> None:
     assert await finish("x" * 19, max_tokens=19) == (1, "length")
 
 
+@pytest.mark.parametrize(
+    ("own", "asked", "allowed"), [(3, {"max_tokens": 7}, 3), (3, {}, 3), (30, {"max_tokens": 9}, 8)]
+)
+async def test_a_callers_own_limit_is_held(
+    start: Start, own: int, asked: dict[str, int], allowed: int
+) -> None:
+    engine = await start(default=5, ceiling=8)
+    answer = await request(engine.app, CHAT, chat("x", **asked), call=Call("J", max_tokens=own))
+    assert answer.json()["usage"]["completion_tokens"] == allowed
+
+
 async def test_answers_that_end_by_themselves(start: Start) -> None:
     engine = await start(answer_tokens=4)
     body = (await request(engine.app, CHAT, chat("x", max_tokens=9))).json()

@@ -171,6 +171,26 @@ async def test_max_tokens_is_held_to_the_ceiling_and_absent_means_the_default(
     assert llm.started[0][0].max_tokens == allowed
 
 
+@pytest.mark.parametrize(
+    ("given", "asked", "own", "allowed"),
+    [
+        (True, 65, 10, 10),
+        (True, 8, 10, 8),
+        (True, 65, 99, 64),
+        (False, None, 10, 10),
+        (False, 9, 99, 9),
+    ],
+)
+async def test_max_tokens_is_held_to_the_callers_own_ceiling(
+    call: Call, given: bool, asked: int | None, own: int, allowed: int
+) -> None:
+    call.max_tokens_given, call.max_tokens = given, own
+    llm = FakeLLM([])
+    await drain(proxy_of(llm).generate("p", Params(max_tokens=asked, min_tokens=50), "r"))
+    assert llm.started[0][0].max_tokens == allowed
+    assert llm.started[0][0].min_tokens == min(50, allowed)
+
+
 async def test_min_tokens_does_not_ask_for_more_than_the_ceiling(call: Call) -> None:
     llm = FakeLLM([])
     await drain(proxy_of(llm).generate("p", Params(max_tokens=500, min_tokens=400), "r"))

@@ -67,6 +67,8 @@ class Call:
     job_id: str
     max_tokens_given: bool = True
     """False when the body sets no limit: the worker's default applies, not the model's length."""
+    max_tokens: int = 0
+    """Longest answer that the job's caller may have, if above 0, below the worker's own ceiling."""
     resume: list[Delta] | None = None
     """What earlier attempts have generated. The engine goes through it again without computing it,
     so that the application says again what it said, and then continues."""

@@ -209,12 +209,14 @@ class Endpoints:
         """Return the sequences for a prompt, not yet submitted: another may still be refused."""
         tokens = len(tokenize(prompt))
         limits = self._limits
+        own = exchange.call.max_tokens if exchange.call else 0
+        ceilings = [one for one in (limits.max_tokens_ceiling, own or None) if one is not None]
         limit = token_limit(
             request,
             tokens,
             max_model_len=limits.max_model_len,
             default=limits.default_max_tokens,
-            ceiling=limits.max_tokens_ceiling,
+            ceiling=min(ceilings, default=None),
         )
         faults = self._read_faults(prompt, request.headrace_fault)
         stops = faults.tokens is not None

@@ -242,6 +242,7 @@ class EngineProxy:
 
     def _limit(self, call: Call, params: Any) -> None:
         limit = self._ceiling if call.max_tokens_given else self._default
+        limit = min(limit, call.max_tokens or limit)
         if params.max_tokens is None or params.max_tokens > limit:
             params.max_tokens = limit
         if getattr(params, "min_tokens", 0) > params.max_tokens:
