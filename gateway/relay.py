@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple
 
 import msgspec
 
+from gateway.turn import Turn
 from shared.errors import Diverged, HeadraceError, JobLost, QueueUnavailable, RequestTimeout
+from shared.logs import Log
 from shared.outcomes import LogPage
 from shared.protocol import End, Envelope, Head, Item, open_message
 from shared.queries import LOG_PAGE
+
+log = Log("gateway")
 
 SILENCE_S = 1.0
 MAX_SILENCE_S = 5.0
@@ -39,7 +42,7 @@ class _Relayed(msgspec.Struct, frozen=True, array_like=True):
 _decode = msgspec.msgpack.Decoder(_Relayed).decode
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True):
     """Everything of an answer that was ready at one moment."""
 
     head: Head | None
@@ -58,6 +61,7 @@ class JobStream:
         "_behind",
         "_buffer_bytes",
         "_count_read",
+        "_due",
         "_empty_reads",
         "_heard",
         "_heard_at",
@@ -65,6 +69,7 @@ class JobStream:
         "_loop",
         "_owner",
         "_page",
+        "_part",
         "_prefix",
         "_queue",
         "_read_log",
@@ -73,6 +78,7 @@ class JobStream:
         "_subscribed",
         "_suffix",
         "_taking",
+        "_turn",
         "_waiter",
         "abandoned",
         "cursor",
@@ -86,6 +92,7 @@ class JobStream:
         "patience_s",
         "reader",
         "request_id",
+        "write",
     )
 
     def __init__(
@@ -100,6 +107,7 @@ class JobStream:
         reader: str = "",
         patience_s: float | None = 0.0,
         after: int = 0,
+        turn: Turn | None = None,
     ) -> None:
         self.job_id = job_id
         self.lane = lane
@@ -122,6 +130,14 @@ class JobStream:
         """Set to make `next` return, though there is nothing."""
         self.abandoned = False
         """Its cancel was asked for."""
+        self.write: Callable[[Part, float], bool] | None = None
+        """Gives the client a part that came while `next` waited, or declines it: then `next` has
+        it. Spares the waking of a task for each frame."""
+        self._part: Part | None = None
+        """What was declined."""
+        self._turn = turn or Turn()
+        self._due = False
+        """It has a place in the turn."""
         self._read_log = read_log
         self._limit_bytes = limit_bytes
         self._count_read = count_read
@@ -162,7 +178,9 @@ class JobStream:
             self._drop("overflow")
         else:
             queue.append(envelope)
-        self.wake()
+        if not self._due:
+            self._due = True
+            self._turn.add(self)
 
     def on_subscribed(self) -> None:
         """After the first time: the link was lost, and what came meanwhile is only in the log."""
@@ -199,6 +217,30 @@ class JobStream:
             self.failure = error
             self.wake()
 
+    def deliver(self, now: float) -> None:
+        """At the end of a turn that brought something: write it, or have `next` look at it.
+
+        Nothing is written past `next` but while it waits, so that the order is kept.
+        """
+        self._due = False
+        waiter, queue = self._waiter, self._queue
+        if waiter is None or waiter.done():
+            return
+        ready = queue and queue[0].seq == self.cursor + 1 and not self._behind
+        if self.write is None or not ready or self.failure is not None:
+            waiter.set_result(None)
+            return
+        try:
+            part = self._join(queue)
+            queue.clear()
+            self._buffer_bytes = 0
+            if not self.write(part, now):
+                self._part = part
+                self.wake()
+        except Exception:
+            log.error("relay.failed", exc=True, job=self.job_id)
+            self.fail(HeadraceError())
+
     def wake(self) -> None:
         """Let `next` look again."""
         if self._waiter is not None and not self._waiter.done():
@@ -207,12 +249,16 @@ class JobStream:
     async def next(self) -> Part | None:
         """Wait for what comes next; None if it is time for a sign of life. Raises the failure."""
         while True:
+            if (declined := self._part) is not None:
+                self._part = None
+                return declined
             if self.failure is not None:
                 raise self.failure
             if self._queue and self._queue[0].seq == self.cursor + 1:
-                queue, self._queue = self._queue, deque()
+                ready = self._join(self._queue)
+                self._queue.clear()
                 self._buffer_bytes = 0
-                return self._join(queue)
+                return ready
             if self._behind and self._retry_at <= self._loop.time():
                 part = await self._catch_up()
                 if part is not None:
@@ -304,7 +350,8 @@ class JobStream:
         before = items = 0
         end: End | None = None
         for envelope in envelopes:
-            if not self._follows(envelope):
+            same = envelope.owner == self._owner and envelope.seq == self.cursor + 1
+            if not same and not self._follows(envelope):
                 break
             self.cursor = envelope.seq
             frame = _decode(envelope.body)
@@ -313,8 +360,8 @@ class JobStream:
             if frame.template is not None:
                 self._prefix, self._suffix = frame.template
             prefix, suffix = self._prefix, self._suffix
-            items += len(frame.items)
             for item in frame.items:
+                items += 1
                 if isinstance(item, bytes):
                     parts += (prefix, item, suffix)
                 else:

@@ -108,6 +108,7 @@ class RelayedAnswer(Response):
                 finally:
                     listener.cancel()
         finally:
+            self._stream.write = None  # They would hold each other.
             self._sweeper.swept.discard(self)
             self._submitter.abandon(self._stream)
             self._submitter.close(self._stream)
@@ -223,8 +224,12 @@ class RelayedAnswer(Response):
             raise Diverged
         self._buffer.clear()
         self._buffered_bytes = 0
-        if self._streams() and not self._started:
+        if not self._streams():
+            return
+        if not self._started:
             await self._start(head.status, head.content_type)
+        if self._wire.can_write():
+            self._stream.write = self._write
 
     async def _start(self, status: int, content_type: str) -> None:
         headers = [(b"content-type", content_type.encode("latin-1")), *sse.HEADERS]
@@ -255,13 +260,26 @@ class RelayedAnswer(Response):
             if last:
                 data += self._numbering.rest()
         if data:
-            self._note_content(part.items)
+            self._note_content(part.items, time.perf_counter())
             self._between_events = data.endswith(b"\n\n")
         if data or last:
             await self._body(data, last=last)
 
-    def _note_content(self, items: int) -> None:
-        now = time.perf_counter()
+    def _write(self, part: Part, now: float) -> bool:
+        """Give a part of a stream to the client at once; False where it needs the task."""
+        if part.head is not None or part.end is not None or not self._wire.flows():
+            return False
+        data = part.data
+        if self._numbering is not None:
+            data = self._numbering.pass_on(data)
+        if data:
+            self._between_events = data.endswith(b"\n\n")
+            self._note_content(part.items, now)
+            self._wire.write(data)
+            self._wrote = True
+        return True
+
+    def _note_content(self, items: int, now: float) -> None:
         exchange = self._exchange
         if not exchange.content_at:
             exchange.content_at = now
@@ -290,7 +308,7 @@ class RelayedAnswer(Response):
             event = sse.answer_event(head.status, body)
             await self._body(event, last=head.status < 400)
             return
-        self._note_content(0)
+        self._note_content(0, time.perf_counter())
         headers = [
             (b"content-type", head.content_type.encode("latin-1")),
             (b"content-length", str(len(body)).encode()),

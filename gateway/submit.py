@@ -13,6 +13,7 @@ from gateway.errors import AnswerGone, Overloaded
 from gateway.metrics import Metrics
 from gateway.relay import JobStream
 from gateway.settings import GatewaySettings
+from gateway.turn import Turn
 from shared.errors import (
     Cancelled,
     Draining,
@@ -53,6 +54,7 @@ class Submitter:
         self._canceller = canceller
         self._metrics = metrics
         self._numbers = itertools.count(1)
+        self._turn = Turn()
         self.open_streams = 0
         self.draining = False
 
@@ -124,6 +126,7 @@ class Submitter:
             count_read=self._metrics.log_read,
             reader=f"{self._name}/{next(self._numbers)}",
             patience_s=patience_s,
+            turn=self._turn,
         )
 
     async def _subscribe(self, stream: JobStream) -> None:

@@ -12,9 +12,24 @@ import struct
 import termios
 from typing import Any
 
+import uvicorn
 from starlette.types import Send
 
 _UNBOUNDED = 1 << 62
+_KNOWN = ((0, 30), (0, 54))
+"""Versions of uvicorn, first and last, that are known to write each part of a body as one chunk and
+to keep nothing back: between two of its own writes there may be one of ours."""
+
+
+def _is_known(version: str) -> bool:
+    try:
+        major, minor = (int(number) for number in version.split(".")[:2])
+    except ValueError:
+        return False
+    return _KNOWN[0] <= (major, minor) <= _KNOWN[1]
+
+
+_WRITES = _is_known(uvicorn.__version__)
 
 
 class Wire:
@@ -40,6 +55,31 @@ class Wire:
         if transport is None or transport.is_closing():
             return None
         return transport.get_write_buffer_size() + _unacknowledged(transport)
+
+    def can_write(self) -> bool:
+        """Tell whether an answer that has begun may be written past the server."""
+        cycle, transport = self._cycle, self._transport
+        return (
+            _WRITES
+            and self._chunks_always
+            and hasattr(transport, "write")
+            and getattr(cycle, "response_started", False) is True
+            and getattr(cycle, "response_complete", True) is False
+            and getattr(cycle, "chunked_encoding", False) is True
+            and getattr(cycle, "disconnected", None) is not None
+            and getattr(getattr(cycle, "flow", None), "write_paused", None) is not None
+        )
+
+    def flows(self) -> bool:
+        """Tell, where it can be written, whether the client is there and takes what it is sent."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.flow.write_paused:
+            return False
+        return not cycle.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Write a part of the body, where it flows. Not while the server is sending another."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def can_unchunk(self) -> bool:
         """Tell whether an HTTP/1.0 client can be sent a body of unknown length on this server.

@@ -7,8 +7,6 @@ wire, so its fields may only be appended.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 NOBODY = "-"
@@ -165,7 +163,7 @@ decode_model = msgspec.msgpack.Decoder(ModelRecord).decode
 decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True, gc=False):
     """A frame with its place in the job's log. `owner` and `base` are as the scripts wrote them."""
 
     seq: int

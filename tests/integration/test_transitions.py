@@ -13,7 +13,17 @@ from redis.asyncio import Redis
 from shared.connection import connect
 from shared.keys import GROUP, LANES, Keys, new_job_id
 from shared.outcomes import Adopted, Append, Claimed, Finish, Submitted, Verdict
-from shared.protocol import NOBODY, End, Frame, Job, Usage, decode_frame, encode, open_message
+from shared.protocol import (
+    NOBODY,
+    End,
+    Envelope,
+    Frame,
+    Job,
+    Usage,
+    decode_frame,
+    encode,
+    open_message,
+)
 from shared.settings import RedisSettings
 from shared.transitions import Transitions
 from tests.support.valkey import ValkeyServer
@@ -492,7 +502,7 @@ async def test_finish_ends_the_job(pool: Pool) -> None:
     heard = await pool.listen(pool.keys.channel(adopted.job.id))
     assert await pool.finish(adopted, 2, usage=Usage(3, 2, 1)) == Verdict("ok")
     (message,) = await _messages(heard, 1)
-    assert open_message(message) == (2, b"o1", 0, END)
+    assert open_message(message) == Envelope(2, b"o1", 0, END)
     assert await pool.log(adopted.job) == [BODY, END]
     fields = await pool.fields(adopted.job)
     assert fields["state"] == b"done"

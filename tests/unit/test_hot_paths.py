@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, cast
@@ -18,8 +17,6 @@ import hiredis
 import pytest
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import Connection
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway.channels import Channels
 from gateway.cors import Cors
@@ -28,6 +25,7 @@ from gateway.relay import JobStream
 from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
 from gateway.sweeper import Sweeper
+from gateway.turn import Turn
 from shared import protocol
 from shared.connection import _packed
 from shared.keys import Keys, new_job_id
@@ -35,7 +33,9 @@ from shared.outcomes import Adopted, Claimed, LogPage
 from shared.protocol import End, Frame, Head
 from shared.pubsub import Subscriber, _Link
 from shared.transitions import Transitions
+from tests.support import cycle
 from tests.support.counting import counted
+from tests.support.cycle import FakeTransport, make_cycle, unchunked
 from tests.wire.records import TAG, make_job
 from worker.publisher import Publisher
 from worker.run import Run
@@ -46,7 +46,7 @@ WARM_STEPS = 5
 TURNS = 8
 """Of the loop, after which everything of a step has got through."""
 
-GATEWAY_CALLS = {1: 58, 3: 30}
+GATEWAY_CALLS = {1: 30, 3: 17}
 """Per token, by how many come at once: from the channel's bytes to those for the client."""
 WORKER_CALLS = 30
 """Per token, from the application's message to the server's verdict."""
@@ -69,31 +69,6 @@ async def turns() -> None:
 # The gateway
 
 
-class FakeTransport(asyncio.Transport):
-    """Takes what is written, as a client does that reads at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes: list[bytes] = []
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.writes.append(bytes(data))
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def abort(self) -> None:
-        raise AssertionError("cut")
-
-    def close(self) -> None:
-        raise AssertionError("closed")
-
-    def resume_reading(self) -> None: ...
-
-
 class FakeSubmitter:
     """Knows when a stream is over."""
 
@@ -106,7 +81,9 @@ class FakeSubmitter:
 class Client:
     """A request whose answer is relayed through uvicorn's own cycle."""
 
-    def __init__(self, submitter: Any, settings: GatewaySettings, sweeper: Sweeper) -> None:
+    def __init__(
+        self, submitter: Any, settings: GatewaySettings, sweeper: Sweeper, turn: Turn
+    ) -> None:
         self.job_id = new_job_id(TAG)
         self.transport = FakeTransport()
         self.stream = JobStream(
@@ -115,30 +92,11 @@ class Client:
             read_log=no_log,
             limit_bytes=settings.stream_buffer_bytes,
             deadline=asyncio.get_running_loop().time() + 600,
+            turn=turn,
         )
-        scope: Any = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "headers": [],
-        }
-        logger = logging.getLogger("uvicorn.error")
-        self.cycle = RequestResponseCycle(
-            scope=scope,
-            transport=self.transport,
-            flow=FlowControl(self.transport),
-            logger=logger,
-            access_logger=logger,
-            access_log=False,
-            default_headers=[],
-            message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=True,
-            on_response=lambda: None,
-        )
+        self.cycle = make_cycle(self.transport)
         self.answer = RelayedAnswer(
-            Exchange(scope, cast(Any, self.cycle.send), Cors(())),
+            Exchange(cast(Any, self.cycle.scope), cast(Any, self.cycle.send), Cors(())),
             self.stream,
             asked_stream=True,
             settings=settings,
@@ -160,30 +118,14 @@ async def no_log(job_id: str, after: int, count: int) -> LogPage:
     raise AssertionError("the log was read")
 
 
-def unchunked(data: bytes) -> tuple[bytes, bytes]:
-    """Return head and body of an answer, and see that its framing is right to the last byte."""
-    head, _, rest = data.partition(b"\r\n\r\n")
-    parts: list[bytes] = []
-    while True:
-        size, _, rest = rest.partition(b"\r\n")
-        length = int(size, 16)
-        part, end, rest = rest[:length], rest[length : length + 2], rest[length + 2 :]
-        assert len(part) == length
-        assert end == b"\r\n"
-        if not part:
-            assert rest == b""
-            return head, b"".join(parts)
-        parts.append(part)
-
-
 @pytest.mark.parametrize("frames_at_once", [1, 3])
 async def test_a_frame_is_relayed_with_few_calls_and_in_few_writes(frames_at_once: int) -> None:
     settings = GatewaySettings()
     subscriber = Subscriber(settings, name="test", ack_timeout_s=1)
     link = _Link(subscriber)
     channels = Channels(cast(Any, OneSubscriber(subscriber)))
-    sweeper = Sweeper()
-    clients = [Client(FakeSubmitter(), settings, sweeper) for _ in range(STREAMS)]
+    sweeper, turn = Sweeper(), Turn()
+    clients = [Client(FakeSubmitter(), settings, sweeper, turn) for _ in range(STREAMS)]
     for client in clients:
         await channels.open(Keys().channel(client.job_id), client.stream)
 
@@ -202,7 +144,7 @@ async def test_a_frame_is_relayed_with_few_calls_and_in_few_writes(frames_at_onc
         await turns()
     written = [len(client.transport.writes) for client in clients]
     data = [step_bytes(step) for step in range(WARM_STEPS, WARM_STEPS + STEPS)]
-    with counted(__file__) as calls:
+    with counted(__file__, cycle.__file__) as calls:
         for one in data:
             link.data_received(one)
             await turns()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from gateway.relay import JobStream, Part
+from gateway.turn import Turn
 from shared import protocol
 from shared.errors import Diverged, HeadraceError, JobLost, QueueUnavailable, RequestTimeout
 from shared.outcomes import LogPage
@@ -47,7 +48,13 @@ class FakeLog:
         return LogPage(found, self.state, len(found) == count)
 
 
-def stream_of(log: FakeLog, *, limit_bytes: int = 10_000, timeout_s: float = 60) -> JobStream:
+def stream_of(
+    log: FakeLog,
+    *,
+    limit_bytes: int = 10_000,
+    timeout_s: float = 60,
+    turn: Turn | None = None,
+) -> JobStream:
     loop = asyncio.get_running_loop()
     stream = JobStream(
         "job",
@@ -55,6 +62,7 @@ def stream_of(log: FakeLog, *, limit_bytes: int = 10_000, timeout_s: float = 60)
         read_log=log.read,
         limit_bytes=limit_bytes,
         deadline=loop.time() + timeout_s,
+        turn=turn,
     )
     stream.on_subscribed()
     return stream
@@ -358,3 +366,110 @@ async def test_what_another_attempt_said_is_told_apart() -> None:
     part = await take(stream)
     assert part.head == Head(400, "x")
     assert part.data[part.before :] == b"whole"
+
+
+# Writing past `next`
+
+
+class Writer:
+    """Takes parts at once, as long as it is open."""
+
+    def __init__(self) -> None:
+        self.data: list[bytes] = []
+        self.open = True
+
+    def __call__(self, part: Part, now: float) -> bool:
+        if not self.open or part.end is not None:
+            return False
+        self.data.append(part.data)
+        return True
+
+
+async def test_what_comes_while_it_waits_is_written_at_once_and_as_one() -> None:
+    log, writer = FakeLog(), Writer()
+    stream = stream_of(log)
+    stream.write = writer
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    for text in (b"a", b"b", b"c"):
+        stream.on_message(log.text(text))
+    await asyncio.sleep(0)
+    assert writer.data == [b"abc"]
+    assert stream.cursor == 3
+    assert not waiting.done()
+    stream.on_message(log.add(COMPLETED))
+    part = await waiting
+    assert part is not None
+    assert part.end is not None
+
+
+async def test_what_is_declined_is_given_to_the_waiting_and_comes_before_the_rest() -> None:
+    log, writer = FakeLog(), Writer()
+    stream = stream_of(log)
+    stream.write = writer
+    writer.open = False
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    stream.on_message(log.text(b"a"))
+    await asyncio.sleep(0)
+    writer.open = True
+    stream.on_message(log.text(b"b"))
+    part = await waiting
+    assert part is not None
+    assert part.data == b"a"
+    assert (await take(stream)).data == b"b"
+    assert writer.data == []
+
+
+async def test_nothing_is_written_while_the_one_before_is_still_being_sent() -> None:
+    log, writer = FakeLog(), Writer()
+    stream = stream_of(log)
+    stream.write = writer
+    stream.on_message(log.text(b"a"))
+    await asyncio.sleep(0)
+    assert writer.data == []
+    assert (await take(stream)).data == b"a"
+
+
+async def test_a_gap_is_not_written_over() -> None:
+    log, writer = FakeLog(), Writer()
+    stream = stream_of(log)
+    stream.write = writer
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    log.text(b"a")
+    stream.on_message(log.text(b"b"))
+    part = await waiting
+    assert part is not None
+    assert part.data == b"ab"
+    assert writer.data == []
+
+
+async def test_a_frame_that_cannot_be_read_ends_its_stream_only() -> None:
+    log, writer = FakeLog(), Writer()
+    turn = Turn()
+    broken, sound = stream_of(log, turn=turn), stream_of(log, turn=turn)
+    waiting = []
+    for stream in (broken, sound):
+        stream.write = writer
+        waiting.append(asyncio.create_task(stream.next()))
+    await asyncio.sleep(0)
+    broken.on_message(b"1 a 0 \xff")
+    sound.on_message(log.text(b"a"))
+    with pytest.raises(HeadraceError):
+        await waiting[0]
+    assert writer.data == [b"a"]
+    waiting[1].cancel()
+
+
+async def test_a_failure_comes_after_what_was_written() -> None:
+    log, writer = FakeLog(), Writer()
+    stream = stream_of(log)
+    stream.write = writer
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    stream.on_message(log.text(b"a"))
+    stream.on_message(log.text(b"b", b"other", 7))
+    with pytest.raises(Diverged):
+        await waiting
+    assert writer.data == [b"a"]
