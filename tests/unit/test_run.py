@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
 
 from shared.protocol import End, Frame, Head, Usage
 from tests.unit.engines import Answer, ScriptedEngine, complete, gone, part, start
+from tests.unit.test_gateway_form import upload
 from tests.unit.test_publisher import Server, event, make_adopted, running
 from worker import run as run_module
-from worker.engine.interface import CURRENT, Call, Receive, Send
+from worker.engine.interface import CURRENT, Call, Message, Receive, Send
 from worker.publisher import PART_BYTES, Publisher
 from worker.run import Run
 
@@ -77,6 +80,22 @@ async def test_the_application_gets_the_job_as_a_request(bench: Bench) -> None:
     assert headers[b"content-length"] == b"10"
     # Never the client's own: engines abort by id.
     assert headers[b"x-request-id"] == run.adopted.job.id.encode()
+
+
+async def test_an_upload_is_a_form_to_the_application(bench: Bench) -> None:
+    content, sent = upload({"language": "en"}, b"RIFF\xff")
+    run = bench.make(complete, path="/v1/audio/transcriptions", body=content, content_type=sent)
+    await bench.settle(run)
+    (scope,) = bench.engine.scopes
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async with Request(scope, receive).form() as form:
+        assert form["language"] == "en"
+        file = form["file"]
+        assert isinstance(file, UploadFile)
+        assert await file.read() == b"RIFF\xff"
 
 
 async def test_the_call_reaches_every_task_of_the_application(bench: Bench) -> None:
