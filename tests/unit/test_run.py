@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
 
 from shared.protocol import End, Frame, Head, Usage
 from tests.unit.engines import Answer, ScriptedEngine, complete, gone, part, start
+from tests.unit.test_gateway_form import upload
 from tests.unit.test_publisher import Server, event, make_adopted, running
 from worker import run as run_module
-from worker.engine.interface import CURRENT, Call, Receive, Send
+from worker.engine.interface import CURRENT, Call, Message, Receive, Send
 from worker.publisher import PART_BYTES, Publisher
 from worker.run import Run
 
@@ -85,6 +88,22 @@ async def test_the_application_gets_the_trace_that_the_request_belongs_to(bench:
     headers = dict(bench.engine.scopes[0]["headers"])
     assert headers[b"traceparent"] == b"00-1-2-01"
     assert headers[b"tracestate"] == b"a=1"
+
+
+async def test_an_upload_is_a_form_to_the_application(bench: Bench) -> None:
+    content, sent = upload({"language": "en"}, b"RIFF\xff")
+    run = bench.make(complete, path="/v1/audio/transcriptions", body=content, content_type=sent)
+    await bench.settle(run)
+    (scope,) = bench.engine.scopes
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async with Request(scope, receive).form() as form:
+        assert form["language"] == "en"
+        file = form["file"]
+        assert isinstance(file, UploadFile)
+        assert await file.read() == b"RIFF\xff"
 
 
 async def test_the_call_reaches_every_task_of_the_application(bench: Bench) -> None:
