@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -17,6 +18,7 @@ RUNNERS = 32
 """Cancels on their way at once, each on a connection."""
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+_GOES_ON = ("read", "waiting", "kept")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Cancel:
     """It isn't known whether the job was submitted."""
     reader: str = ""
     """Set where only this reader has gone: what becomes of the job is a matter of its policy."""
+    on_over: Callable[[], None] | None = None
+    """Called when the job has ended or is about to; not where it goes on for others."""
     force: bool = False
     backoff_s: float = 0.0
 
@@ -56,20 +60,28 @@ class Canceller:
         return self._queue.qsize() + self._retrying
 
     def request(
-        self, job_id: str, lane: str, reason: Reason = "cancelled", *, early: bool = False
+        self,
+        job_id: str,
+        lane: str,
+        reason: Reason = "cancelled",
+        *,
+        early: bool = False,
+        on_over: Callable[[], None] | None = None,
     ) -> None:
         """See to it that a job ends. Returns at once."""
         if self.pending >= self._limit:
             log.error("cancel.dropped", job=job_id, pending=self.pending)
             return
-        self._queue.put_nowait(Cancel(job_id, lane, reason, early))
+        self._queue.put_nowait(Cancel(job_id, lane, reason, early, on_over=on_over))
 
-    def leave(self, job_id: str, lane: str, reader: str) -> None:
+    def leave(
+        self, job_id: str, lane: str, reader: str, *, on_over: Callable[[], None] | None = None
+    ) -> None:
         """See to it that a job without this reader goes by its policy. Returns at once."""
         if self.pending >= self._limit:
             log.error("cancel.dropped", job=job_id, pending=self.pending)
             return
-        self._queue.put_nowait(Cancel(job_id, lane, reader=reader))
+        self._queue.put_nowait(Cancel(job_id, lane, reader=reader, on_over=on_over))
 
     async def run(self) -> None:
         """Carry out cancels until cancelled."""
@@ -104,8 +116,10 @@ class Canceller:
             log.error("cancel.unreadable", exc=True, job=cancel.job_id)
             return
         log.debug("job.cancelled", job=cancel.job_id, reason=cancel.reason, found=word)
+        if cancel.on_over is not None and word not in _GOES_ON:
+            cancel.on_over()
         if word == "running":
-            forced = replace(cancel, reader="", force=True, backoff_s=0.0)
+            forced = replace(cancel, reader="", on_over=None, force=True, backoff_s=0.0)
             loop = asyncio.get_running_loop()
             loop.call_later(self._force_after_s, self._queue.put_nowait, forced)
 

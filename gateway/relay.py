@@ -75,6 +75,7 @@ class JobStream:
         "_taking",
         "_waiter",
         "abandoned",
+        "counted_for",
         "cursor",
         "deadline",
         "ended",
@@ -119,6 +120,8 @@ class JobStream:
         """Set to make `next` return, though there is nothing."""
         self.abandoned = False
         """Its cancel was asked for."""
+        self.counted_for = ""
+        """The API key among whose jobs in flight it counts, if it does."""
         self._read_log = read_log
         self._limit_bytes = limit_bytes
         self._count_read = count_read
