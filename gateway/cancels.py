@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ RUNNERS = 32
 """Cancels on their way at once, each on a connection."""
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+_GOES_ON = ("read", "waiting", "kept")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Cancel:
     """Set where only this reader has gone: what becomes of the job is a matter of its policy."""
     request: str = ""
     """The request's id, for log lines."""
+    on_over: Callable[[], None] | None = None
+    """Called when the job has ended or is about to; not where it goes on for others."""
     force: bool = False
     backoff_s: float = 0.0
 
@@ -66,13 +70,22 @@ class Canceller:
         *,
         early: bool = False,
         request: str = "",
+        on_over: Callable[[], None] | None = None,
     ) -> None:
         """See to it that a job ends. Returns at once."""
-        self._add(Cancel(job_id, lane, reason, early, request=request))
+        self._add(Cancel(job_id, lane, reason, early, request=request, on_over=on_over))
 
-    def leave(self, job_id: str, lane: str, reader: str, *, request: str = "") -> None:
+    def leave(
+        self,
+        job_id: str,
+        lane: str,
+        reader: str,
+        *,
+        request: str = "",
+        on_over: Callable[[], None] | None = None,
+    ) -> None:
         """See to it that a job without this reader goes by its policy. Returns at once."""
-        self._add(Cancel(job_id, lane, reader=reader, request=request))
+        self._add(Cancel(job_id, lane, reader=reader, request=request, on_over=on_over))
 
     def _add(self, cancel: Cancel) -> None:
         if self.pending >= self._limit:
@@ -113,8 +126,10 @@ class Canceller:
             log.error("cancel.unreadable", exc=True, **_about(cancel))
             return
         log.debug("job.cancelled", **_about(cancel), reason=cancel.reason, found=word)
+        if cancel.on_over is not None and word not in _GOES_ON:
+            cancel.on_over()
         if word == "running":
-            forced = replace(cancel, reader="", force=True, backoff_s=0.0)
+            forced = replace(cancel, reader="", on_over=None, force=True, backoff_s=0.0)
             loop = asyncio.get_running_loop()
             loop.call_later(self._force_after_s, self._queue.put_nowait, forced)
 

@@ -52,6 +52,14 @@ class Overloaded(Unavailable):
     code = "overloaded"
 
 
+class RateLimited(Unavailable):
+    """This API key has sent more than it may. Try again later."""
+
+    code = "rate_limit_exceeded"
+    type = "rate_limit_error"
+    status = 429
+
+
 class BrokenOff(Draining):
     """This server is shutting down. The request goes on: come back for its answer."""
 
@@ -114,7 +122,7 @@ def error_headers(error: HeadraceError) -> dict[str, str]:
     if not error.retryable:
         login = {"www-authenticate": "Bearer"} if error.status == 401 else {}
         return {"x-should-retry": "false", **login}
-    if error.status != 503:
+    if error.status not in (429, 503):
         return {}
     seconds = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
     return {"retry-after": str(min(60, max(1, math.ceil(seconds))))}

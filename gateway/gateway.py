@@ -16,6 +16,7 @@ from gateway.endpoints import Endpoint
 from gateway.errors import Overloaded
 from gateway.events import Numbering
 from gateway.exchange import Exchange, exchange_of
+from gateway.in_flight import InFlight
 from gateway.jobs import Jobs
 from gateway.keyed import KeyedRequests
 from gateway.metrics import Metrics
@@ -29,6 +30,7 @@ from gateway.sweeper import Sweeper
 from shared.apikeys import KeyStore
 from shared.connection import Connections
 from shared.errors import BodyTooLarge
+from shared.in_flight import InFlightCounts
 from shared.keys import Keys, new_job_id
 from shared.logs import Log
 from shared.protocol import Job, KeyRecord
@@ -72,6 +74,9 @@ class Gateway:
         # Not the gateway's id alone: another process may take that up again.
         own_name = f"{settings.gateway_id}-{secrets.token_hex(4)}"
         self.presence = Presence(registry, own_name, lease_s=settings.gateway_lease_s)
+        self.in_flight = InFlight(
+            InFlightCounts(self.redis, keys), submit_timeout_s=settings.submit_timeout_s
+        )
         self.submitter = Submitter(
             settings,
             own_name,
@@ -79,6 +84,7 @@ class Gateway:
             self.subscriber,
             self.transitions,
             self.canceller,
+            self.in_flight,
             self.metrics,
         )
         self.keyed = KeyedRequests(self.transitions, self.submitter, ttl_s=settings.result_ttl_s)
@@ -99,6 +105,7 @@ class Gateway:
                 group.create_task(self.subscriber.run())
                 group.create_task(self.models.run())
                 group.create_task(self.callers.run())
+                group.create_task(self.in_flight.run())
                 group.create_task(self.canceller.run())
                 group.create_task(self.sweeper.run())
                 group.create_task(self.presence.run())
@@ -217,10 +224,11 @@ class Gateway:
         )
         limit = self.models.lane_limit(record)
         if asked.key is None:
-            stream = await self.submitter.open(job, limit=limit, timeout_s=asked.timeout_s)
+            stream = await self.submitter.open(job, caller, limit=limit, timeout_s=asked.timeout_s)
         else:
             stream = await self.keyed.open(
                 job,
+                caller,
                 asked.key,
                 new_id=lambda: new_job_id(self.models.shard(record)),
                 limit=limit,

@@ -11,7 +11,7 @@ from gateway.errors import IdempotencyConflict
 from gateway.relay import JobStream
 from gateway.submit import Submitter
 from shared.errors import Cancelled, Unavailable
-from shared.protocol import Job
+from shared.protocol import Job, KeyRecord
 from shared.transitions import Transitions
 
 _TRIES = 4
@@ -28,7 +28,14 @@ class KeyedRequests:
         """What is kept of an answer; a key is kept as long beyond the request's time limit."""
 
     async def open(
-        self, job: Job, key: str, *, new_id: Callable[[], str], limit: int, timeout_s: float
+        self,
+        job: Job,
+        caller: KeyRecord,
+        key: str,
+        *,
+        new_id: Callable[[], str],
+        limit: int,
+        timeout_s: float,
     ) -> JobStream:
         """Return the stream of the key's job, from its beginning. Raises `IdempotencyConflict`.
 
@@ -46,7 +53,7 @@ class KeyedRequests:
             job = msgspec.structs.replace(job, id=found)
             try:
                 stream = await self._submitter.open(
-                    job, limit=limit, timeout_s=timeout_s, shared=True
+                    job, caller, limit=limit, timeout_s=timeout_s, shared=True
                 )
             except Cancelled:  # Before it was submitted.
                 pass

@@ -81,6 +81,7 @@ class JobStream:
         "_turn",
         "_waiter",
         "abandoned",
+        "counted_for",
         "cursor",
         "deadline",
         "ended",
@@ -130,6 +131,8 @@ class JobStream:
         """Set to make `next` return, though there is nothing."""
         self.abandoned = False
         """Its cancel was asked for."""
+        self.counted_for = ""
+        """The API key among whose jobs in flight it counts, if it does."""
         self.write: Callable[[Part, float], bool] | None = None
         """Gives the client a part that came while `next` waited, or declines it: then `next` has
         it. Spares the waking of a task for each frame."""

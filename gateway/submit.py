@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import math
 import random
+from functools import partial
 
 from gateway.cancels import Canceller
 from gateway.channels import Channels
-from gateway.errors import AnswerGone, Overloaded
+from gateway.errors import AnswerGone, Overloaded, RateLimited
+from gateway.in_flight import InFlight
 from gateway.metrics import Metrics
 from gateway.relay import JobStream
 from gateway.settings import GatewaySettings
@@ -24,7 +26,7 @@ from shared.errors import (
 )
 from shared.keys import Keys, is_job_id
 from shared.outcomes import Attached, Submitted
-from shared.protocol import Job
+from shared.protocol import Job, KeyRecord
 from shared.subscribers import Subscribers
 from shared.transitions import Transitions
 
@@ -44,6 +46,7 @@ class Submitter:
         subscriber: Subscribers,
         transitions: Transitions,
         canceller: Canceller,
+        in_flight: InFlight,
         metrics: Metrics,
     ) -> None:
         self._settings = settings
@@ -52,6 +55,7 @@ class Submitter:
         self._channels = Channels(subscriber)
         self._transitions = transitions
         self._canceller = canceller
+        self._in_flight = in_flight
         self._metrics = metrics
         self._numbers = itertools.count(1)
         self._turn = Turn()
@@ -66,13 +70,13 @@ class Submitter:
             raise Overloaded(retry_after_s=1)
 
     async def open(
-        self, job: Job, *, limit: int, timeout_s: float, shared: bool = False
+        self, job: Job, caller: KeyRecord, *, limit: int, timeout_s: float, shared: bool = False
     ) -> JobStream:
         """Submit a job and return its stream, subscribed before anything could be published.
 
         Where the job is there already, its answer comes from its beginning. `shared`: others may
         submit the same one. Raises `QueueUnavailable` within `submit_timeout_s`, `RequestTimeout`
-        where the request has less, `QueueFull`, `Cancelled`, `Overloaded`.
+        where the request has less, `RateLimited`, `QueueFull`, `Cancelled`, `Overloaded`.
         """
         self.check_room()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -80,9 +84,12 @@ class Submitter:
         self.open_streams += 1
         try:
             async with asyncio.timeout(min(self._settings.submit_timeout_s, timeout_s)):
+                await self._admit(stream, caller)
                 await self._subscribe(stream)
                 await self._submit(stream, job, limit, timeout_s, shared=shared)
         except BaseException as error:
+            if not shared or isinstance(error, QueueFull):  # Else others may have submitted it.
+                self._uncount(stream)
             self.close(stream)
             if isinstance(error, TimeoutError):
                 short = timeout_s < self._settings.submit_timeout_s
@@ -128,6 +135,20 @@ class Submitter:
             patience_s=patience_s,
             turn=self._turn,
         )
+
+    async def _admit(self, stream: JobStream, caller: KeyRecord) -> None:
+        if not caller.max_in_flight:
+            return
+        stream.counted_for = caller.id
+        try:
+            await self._in_flight.admit(caller.id, caller.max_in_flight, stream.job_id)
+        except RateLimited:
+            stream.counted_for = ""
+            raise
+
+    def _uncount(self, stream: JobStream) -> None:
+        if stream.counted_for:
+            self._in_flight.release(stream.counted_for, stream.job_id)
 
     async def _subscribe(self, stream: JobStream) -> None:
         await self._channels.open(self._keys.channel(stream.job_id), stream)
@@ -178,17 +199,28 @@ class Submitter:
         if stream.ended or stream.abandoned:
             return
         stream.abandoned = True
+        on_over = partial(self._uncount, stream) if stream.counted_for else None
         if isinstance(stream.failure, RequestTimeout):
             self._canceller.request(
-                stream.job_id, stream.lane, "expired", request=stream.request_id
+                stream.job_id,
+                stream.lane,
+                "expired",
+                request=stream.request_id,
+                on_over=on_over,
             )
         else:
             self._canceller.leave(
-                stream.job_id, stream.lane, stream.reader, request=stream.request_id
+                stream.job_id,
+                stream.lane,
+                stream.reader,
+                request=stream.request_id,
+                on_over=on_over,
             )
 
     def close(self, stream: JobStream) -> None:
         """Detach a stream from its channel."""
+        if stream.ended or stream.joined:
+            self._uncount(stream)
         self.open_streams -= 1
         self._channels.close(self._keys.channel(stream.job_id), stream)
 

@@ -20,6 +20,7 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 | `{p}:{registry}:gateways` | set | names of gateways | 1 hour, renewed by each announcement | gateway | worker |
 | `{p}:{registry}:gateway:<name>` | string | nothing: that it is there | the gateway's lease | gateway | worker |
 | `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
+| `{p}:{<key>}:in_flight` | hash | job of an API key → when it was counted, ms | a day, renewed by admit | gateway | gateway |
 | `{p}:{registry}:keys` | hash | id of an API key → `KeyRecord`, MessagePack | none | admin | gateway |
 """
 
@@ -127,6 +128,9 @@ class Keys:
 
     def api_keys(self) -> str:
         return self._tagged(REGISTRY, "keys")
+
+    def in_flight(self, key_id: str) -> str:
+        return self._tagged(key_id, "in_flight")
 
 
 @lru_cache(maxsize=8192)

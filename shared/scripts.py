@@ -26,7 +26,7 @@ _PARTS = {
     "peek_dead": "without_body",
 }
 """What several scripts share: script → the file that stands before it."""
-_REFUSED_WHEN_FULL = frozenset({"submit", "requeue", "remember"})
+_REFUSED_WHEN_FULL = frozenset({"submit", "requeue", "remember", "admit", "change_key"})
 """At `maxmemory` new work is refused; everything that ends, frees or goes on must get through."""
 
 NAMES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from typing import Any
 
 from shared.apikeys import is_key_id
@@ -114,13 +115,17 @@ def _add_keys(keys: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="cancel, continue or grace=<seconds> (default: as the gateway does it)",
     )
-    for name, what in (
-        ("--max-tokens", "longest answer, tokens"),
-        ("--max-in-flight", "most requests at once"),
-        ("--max-body-bytes", "largest request"),
+    for name, most, what in (
+        ("--max-tokens", 10_000_000, "longest answer, tokens"),
+        ("--max-in-flight", 10_000, "most requests at once"),
+        ("--max-body-bytes", 4 << 30, "largest request"),
     ):
         create.add_argument(
-            name, type=_bound, default=0, metavar="N", help=f"{what} (0: no limit of its own)"
+            name,
+            type=partial(_bound, most=most),
+            default=0,
+            metavar="N",
+            help=f"{what} (0: no limit of its own)",
         )
 
     commands.add_parser("list", help="list them")
@@ -185,10 +190,10 @@ def _grace(text: str) -> float:
     return number
 
 
-def _bound(text: str) -> int:
+def _bound(text: str, *, most: int) -> int:
     number = int(text)
-    if not 0 <= number <= 2**31 - 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to {2**31 - 1}")
+    if not 0 <= number <= most:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {most}")
     return number
 
 

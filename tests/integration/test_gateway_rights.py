@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
+from pydantic import SecretStr
+
+from shared.connection import clients_of, connect
+from shared.settings import RedisSettings
 from tests.integration.test_acl import denied, guarded, login
 from tests.support import sse
+from tests.support.apikeys import make_key
 from tests.support.fake_worker import FakeWorker
 from tests.support.gateway import RunningGateway
 from tests.support.waiting import until
@@ -30,4 +36,25 @@ async def test_states_resumption_and_policies() -> None:
             wire.close()
             reader.close()
             assert await worker.wait_outcome(job_id) == "cancelled"
+        assert denied(servers) == set()
+
+
+async def test_api_keys_and_their_limits() -> None:
+    with guarded("server") as (servers, url):
+        admin = connect(RedisSettings(redis_url=SecretStr(login(url, "admin"))), name="admin")
+        async with (
+            FakeWorker(login(url, "worker")) as worker,
+            RunningGateway(login(url, "gateway"), auth="keys") as gateway,
+        ):
+            key = await make_key(clients_of(admin), worker.keys, max_in_flight=1)
+            body = {"model": "tiny", "messages": []}
+            asked = asyncio.ensure_future(sse.fetch(gateway.chat, body, headers=key.headers))
+            job = await worker.take()
+            assert (await sse.fetch(gateway.chat, body, headers=key.headers))[0].status == 429
+            await job.whole(b"{}")
+            assert (await asked)[0].status == 200
+            counted = worker.keys.in_flight(key.id)
+            await until(lambda: not servers[0].command("EXISTS", counted), "it has ended")
+            await key.change(disabled=True)
+        await admin.aclose()
         assert denied(servers) == set()
