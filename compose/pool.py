@@ -84,6 +84,8 @@ class Pool:
             port = self._gateway_port(wanted)
             self._console.say(f"{name:<9} starts on port {port}")
             env = {**self._queue(), "HEADRACE_HOST": HOST, "HEADRACE_PORT": str(port)}
+            # Its data stays from one demo to the next: a key made in one must not lock the next.
+            env["HEADRACE_AUTH"] = os.environ.get("HEADRACE_AUTH", "open")
             command = [sys.executable, "-m", "gateway"]
             await self._launch(name, command, env, port, self.gateways)
 

@@ -77,7 +77,7 @@ class Callers:
 
     async def run(self) -> None:
         """Look keys up until cancelled."""
-        if self._open:
+        if self._open and not is_loopback(self._host):
             self._warn()
         while True:
             if self._watches:

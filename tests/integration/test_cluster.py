@@ -19,7 +19,9 @@ from shared.admin.access import Access
 from shared.admin.drain import drain
 from shared.admin.settings import AdminSettings
 from shared.admin.status import status
+from shared.apikeys import KeyStore
 from shared.connection import Connections
+from shared.in_flight import InFlightCounts
 from shared.keys import REGISTRY, Keys, hash_tag, new_job_id, tags
 from shared.protocol import Job
 from shared.servers import SLOTS, slot
@@ -29,10 +31,12 @@ from shared.transitions import Transitions
 from tests.faults.clients import EXACT, Client
 from tests.integration.test_pubsub import Ear
 from tests.support import sse
+from tests.support.apikeys import make_key
 from tests.support.cluster import PRIMARIES, Cluster
 from tests.support.processes import Pool
 from tests.support.valkey import free_port
 from tests.support.waiting import until
+from tests.wire.records import make_job
 
 SHARDS = 3
 TAGS = tags("simulated", SHARDS)
@@ -338,3 +342,23 @@ async def test_cancels_and_headrace_admin(cluster: Cluster) -> None:
             left = await drain(access, "worker-0", 10)
             assert left.outcome == "left"
         assert await pool.workers[0].wait() == 0
+
+
+async def test_a_keys_jobs_are_counted_whatever_servers_they_are_on(cluster: Cluster) -> None:
+    keys = Keys("counted")
+    async with connections(cluster.url) as clients:
+        key = await make_key(clients, keys, max_in_flight=SHARDS)
+        (record,) = await KeyStore(clients, keys).find([key.id])
+        assert record is not None
+        assert record.max_in_flight == SHARDS
+        counts, queue = InFlightCounts(clients, keys), Transitions(clients, keys, result_ttl_s=60)
+        jobs_of_all = [make_job(id=new_job_id(one)) for one in TAGS]
+        for job in jobs_of_all:
+            assert await counts.admit(key.id, SHARDS, job.id)
+            await queue.submit(job, limit=9, timeout_s=60)
+        assert not await counts.admit(key.id, SHARDS, new_job_id(TAGS[0]))
+        assert await counts.prune(key.id, unknown_s=0) == 0
+        for job in jobs_of_all[1:]:
+            await queue.cancel(job.id, job.lane)
+        assert await counts.prune(key.id, unknown_s=0) == SHARDS - 1
+        assert await counts.admit(key.id, SHARDS, new_job_id(TAGS[0]))

@@ -10,13 +10,18 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
+from pydantic import SecretStr
 
-from shared.connection import clients_of
+from shared.connection import clients_of, connect
+from shared.keys import Keys
+from shared.settings import RedisSettings
 from tests.support import sse
 from tests.support.apikeys import MadeKey, make_key
 from tests.support.fake_worker import FakeWorker
 from tests.support.gateway import RunningGateway, pool
+from tests.support.processes import Pool
 from tests.support.proxy import TcpProxy
 from tests.support.valkey import ValkeyServer
 
@@ -264,3 +269,40 @@ async def test_a_keys_own_limits_reach_the_worker_and_the_body(pair: Pair) -> No
         assert job.job.max_tokens == most
         await job.whole(b"{}")
         assert (await asked)[0].status == 200
+
+
+async def test_openais_sdk_knows_these_refusals(pair: Pair) -> None:
+    gateway, worker = pair
+    key = await key_for(worker, models=["tiny"], max_in_flight=1)
+    url = f"{gateway.url}/v1"
+    messages: Any = [{"role": "user", "content": "hello"}]
+
+    async def ask_as(secret: str, model: str = "tiny") -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=secret, max_retries=0) as client:
+            await client.chat.completions.create(model=model, messages=messages)
+
+    with pytest.raises(openai.AuthenticationError, match="Incorrect API key provided"):
+        await ask_as("none")
+    with pytest.raises(openai.PermissionDeniedError):
+        await ask_as(key.secret, "other")
+    asked = asyncio.ensure_future(ask_as(key.secret))
+    job = await worker.take()
+    with pytest.raises(openai.RateLimitError, match="in flight"):
+        await ask_as(key.secret)
+    await job.end("failed", code="engine_error")
+    with pytest.raises(openai.InternalServerError):
+        await asked
+
+
+async def test_a_gateway_that_others_reach_asks_for_keys(valkey: ValkeyServer) -> None:
+    async with Pool(valkey.url, workers=0, gateway={"key_prefix": "abroad"}) as pool:
+        redis = connect(RedisSettings(redis_url=SecretStr(valkey.url)), name="test")
+        key = await make_key(clients_of(redis), Keys("abroad"))
+        await redis.aclose()
+        gateway = pool.add_gateway(host="0.0.0.0")
+        await gateway.wait_ready()
+        models = f"{gateway.url}/v1/models"
+        assert await refused(models) == (401, "invalid_api_key")
+        assert (await ask(models, headers=key.headers))[0] == 200
+        assert "auth.open" in pool.gateways[0].log
+        assert "auth.open" not in gateway.log
