@@ -34,6 +34,7 @@ log = Log("gateway")
 _BROKEN_OFF = "ASGI callable returned without completing response."
 _LOOK_S = 0.05
 _ASK_S = 3.0
+_WRONG_SETTING = 2
 _MARGIN_S = 5
 """Between the cutting of what is open and the end of the server's patience."""
 
@@ -42,6 +43,22 @@ class Server(uvicorn.Server):
     """uvicorn, with a drain that begins when it is asked to end."""
 
     application: Application
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, or leave with the names of the settings that are wrong."""
+        try:
+            await super().startup(sockets)
+        except SystemExit as leaving:
+            if not isinstance(leaving.__context__, OSError):
+                raise
+            log.error(
+                "gateway.not_listening",
+                wrong="HEADRACE_HOST, HEADRACE_PORT",
+                host=self.config.host,
+                port=self.config.port,
+                reason=str(leaving.__context__),
+            )
+            sys.exit(_WRONG_SETTING)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse what is new, stop listening, let the open requests end, then the application."""
@@ -53,14 +70,15 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def quiet_broken_off(record: logging.LogRecord) -> bool:
-    """Drop uvicorn's line for a body that is broken off: that is how a failed stream ends."""
-    return record.msg != _BROKEN_OFF
+def quiet(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's lines for a body that is broken off, which is how a failed stream ends, and
+    for an address that can't be listened on, which is told better."""
+    return record.msg != _BROKEN_OFF and not isinstance(record.msg, OSError)
 
 
 def build_server(config: GatewaySettings, spanning: Spans | None = None) -> Server:
     """Return a server that isn't started yet."""
-    logging.getLogger("uvicorn.error").addFilter(quiet_broken_off)
+    logging.getLogger("uvicorn.error").addFilter(quiet)
 
     def end() -> None:
         server.should_exit = True
@@ -110,11 +128,11 @@ def refuse_strangers(config: GatewaySettings) -> None:
             "one with headrace-admin keys create, or set HEADRACE_AUTH to keys (all are refused "
             "until there is one) or to open (anybody is served)\n"
         )
-        sys.exit(2)
+        sys.exit(_WRONG_SETTING)
 
 
 def main() -> NoReturn:
-    """Run a gateway until SIGTERM or SIGINT; exit 0 after a drain, 1 after a failure."""
+    """Run a gateway until it is stopped; exit 0 after a drain, 1 failed, 2 with wrong settings."""
     config = settings.read(GatewaySettings)
     logs.configure(config.log_format, config.log_level)
     refuse_strangers(config)

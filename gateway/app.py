@@ -21,9 +21,12 @@ from gateway.handlers import install
 from gateway.health import Health
 from gateway.paths import route_path
 from gateway.settings import GatewaySettings
+from shared.logs import Log
 
 if TYPE_CHECKING:
     from shared.otel import Spans
+
+log = Log("gateway")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -54,6 +57,8 @@ class Application(FastAPI):
                 await super().__call__(scope, receive, exchange.send)
             else:
                 await exchange.send_empty(204, preflight)
+        except Exception:  # Answered already, if it could be; uvicorn's line wouldn't say whose.
+            log.error("request.broke", exc=True, **exchange.about())
         finally:
             exchange.finish(self.gateway.metrics)
 

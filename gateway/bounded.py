@@ -15,6 +15,9 @@ from gateway.cors import Cors
 from gateway.errors import HeadTooLarge
 from gateway.exchange import request_id
 from shared.errors import HeadraceError, InvalidRequest
+from shared.logs import Log
+
+log = Log("gateway")
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 _PER_HEADER = 4
@@ -136,15 +139,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answer(HeadTooLarge(), "Request Header Fields Too Large")
 
     def _answer(self, error: HeadraceError, phrase: str) -> None:
+        request = request_id(self.headers or [])
+        log.info("request.unreadable", request=request, status=error.status, outcome=error.code)
         content = json.dumps(error.body()).encode()
-        heard = self.headers or []
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(content)).encode()),
             (b"connection", b"close"),
             (b"x-should-retry", b"false"),
-            (b"x-request-id", request_id(heard).encode()),
-            *self.cors.headers(heard),
+            (b"x-request-id", request.encode()),
+            *self.cors.headers(self.headers or []),
         ]
         lines = [f"HTTP/1.1 {error.status} {phrase}".encode(), *(b": ".join(h) for h in headers)]
         self.transport.write(b"\r\n".join([*lines, b"", content]))

@@ -23,6 +23,7 @@ PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked every few seconds, by machines."""
 _SCOPE_KEY = "headrace.exchange"
 _CLIENTS_OWN = frozenset({"disconnected", "stalled", "cancelled"})
+_SHOWN_PATH = 100
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -47,7 +48,9 @@ class Exchange:
         "model",
         "outcome",
         "output_tokens",
+        "path",
         "probe",
+        "prompt_tokens",
         "raw_send",
         "request_id",
         "span",
@@ -59,7 +62,8 @@ class Exchange:
     def __init__(self, scope: Scope, send: Send, cors: Cors) -> None:
         self.raw_send = send
         self.method: str = scope["method"]
-        self.probe = scope["path"] in PROBES
+        self.path: str = scope["path"]
+        self.probe = self.path in PROBES
         self.span: Span | None = None
         self.request_id = request_id(scope["headers"])
         self._common = [
@@ -86,6 +90,7 @@ class Exchange:
         self.items = 0
         """Parts of the answer sent."""
         self.output_tokens = 0
+        self.prompt_tokens = 0
         scope[_SCOPE_KEY] = self
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -131,6 +136,7 @@ class Exchange:
             "job": self.job_id,
             "request": self.request_id,
             "tenant": self.tenant,
+            "key": self.key_id,
             "model": self.model,
         }
         return {name: value for name, value in fields.items() if value}
@@ -145,26 +151,26 @@ class Exchange:
         outcome = self.outcome or ("completed" if self.status < 400 else "invalid_request")
         if self.span is not None:
             self._end_span(self.span, outcome)
-        if not self.endpoint:
-            if self.status >= 400:
-                log.info("request.refused", request=self.request_id, status=self.status)
-            return
-        now = time.perf_counter()
-        duration_s = now - self.started_at
+        duration_s = time.perf_counter() - self.started_at
         ttft_s = self.content_at - self.started_at if self.content_at else None
-        metrics.finished(self, outcome, duration_s=duration_s, ttft_s=ttft_s)
-        log.info(
+        if self.endpoint:
+            metrics.finished(self, outcome, duration_s=duration_s, ttft_s=ttft_s)
+        facts = {
+            "endpoint": self.endpoint,
+            "path": "" if self.endpoint else self.path[:_SHOWN_PATH],
+            "lane": self.lane,
+            "status": self.status,
+            "outcome": outcome,
+            "ttft_s": None if ttft_s is None else round(ttft_s, 4),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+        }
+        say = log.debug if self.probe or self.method == "OPTIONS" else log.info
+        say(
             "request.finished",
-            endpoint=self.endpoint,
-            model=self.model,
-            lane=self.lane,
-            job=self.job_id,
-            request=self.request_id,
-            tenant=self.tenant,
-            key=self.key_id,
-            status=self.status,
-            outcome=outcome,
-            ttft_s=None if ttft_s is None else round(ttft_s, 4),
+            method=self.method,
+            **self.about(),
+            **{name: value for name, value in facts.items() if value},
             duration_s=round(duration_s, 4),
         )
 
@@ -175,6 +181,7 @@ class Exchange:
             "http.response.status_code": self.status,
             "headrace.lane": self.lane,
             "headrace.outcome": outcome,
+            "gen_ai.usage.input_tokens": self.prompt_tokens,
             "gen_ai.usage.output_tokens": self.output_tokens,
             **{f"headrace.{name}": value for name, value in self.about().items()},
         }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
+from gateway.patience import patience, seconds
 from gateway.settings import GatewaySettings
 from shared.errors import InvalidRequest
 
@@ -66,7 +66,7 @@ def after(query: str | None, last_event_id: str | None) -> int:
 def _timeout(header: str | None, settings: GatewaySettings) -> float:
     if header is None:
         return settings.request_timeout_s
-    asked_s = _seconds(header)
+    asked_s = seconds(header)
     if asked_s is None:
         raise _invalid("X-Request-Timeout", "a number of seconds above 0")
     return min(asked_s, settings.max_request_timeout_s)
@@ -76,18 +76,15 @@ def _patience(
     header: str | None, default: str, settings: GatewaySettings, *, returns: bool
 ) -> float | None:
     """`returns`: the client has the means to come back."""
-    policy = default if header is None else header.strip().lower()
-    if header is None and returns and policy == "cancel":
-        return min(settings.resume_grace_s, settings.max_grace_s)
-    if policy == "cancel":
-        return 0.0
-    if policy == "continue":
+    try:
+        asked_s = patience(default if header is None else header)
+    except ValueError as error:
+        raise InvalidRequest(f"`X-On-Disconnect` {error}.", param="X-On-Disconnect") from error
+    if asked_s is None:
         return None
-    name, equals, text = policy.partition("=")
-    grace_s = _seconds(text) if name == "grace" and equals else None
-    if grace_s is None:
-        raise _invalid("X-On-Disconnect", "`cancel`, `continue` or `grace=<seconds>`")
-    return min(grace_s, settings.max_grace_s)
+    if header is None and returns and asked_s == 0:
+        asked_s = settings.resume_grace_s
+    return min(asked_s, settings.max_grace_s)
 
 
 def _failover(header: str | None) -> str:
@@ -101,14 +98,6 @@ def _key(header: str | None) -> str | None:
     if header is not None and not _KEY.fullmatch(header):
         raise _invalid("Idempotency-Key", "1 to 255 visible ASCII characters")
     return header
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return seconds if 0 < seconds < math.inf else None
 
 
 def _invalid(name: str, form: str) -> InvalidRequest:

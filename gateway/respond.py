@@ -202,10 +202,11 @@ class RelayedAnswer(Response):
             else:
                 self._keep(part)
             if part.end is not None:
+                if part.end.usage is not None:
+                    self._exchange.prompt_tokens = part.end.usage.prompt_tokens
+                    self._exchange.output_tokens = part.end.usage.completion_tokens
                 if part.end.outcome != _COMPLETED:
                     raise error_of(part.end)
-                if part.end.usage is not None:
-                    self._exchange.output_tokens = part.end.usage.completion_tokens
                 if not self._streams():
                     await self._send_whole()
                 return

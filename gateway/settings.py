@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from gateway.patience import patience
 from shared.settings import RedisSettings, Seconds
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,]+")
@@ -72,7 +73,7 @@ class GatewaySettings(RedisSettings):
     """How long open requests may go on after SIGTERM; then they end with an error."""
     drain_delay_s: float = Field(0, ge=0, le=3600)
     """How long after SIGTERM the port stays open, not ready and refusing, before the drain."""
-    on_disconnect: str = Field("cancel", pattern=r"^(cancel|continue|grace=[0-9]{1,6})$")
+    on_disconnect: str = "cancel"
     """What becomes of a job whose client has left, unless it sends `X-On-Disconnect`."""
     resume_grace_s: Seconds = 30
     """Grace of clients that can come back, where `on_disconnect` is `cancel`."""
@@ -88,6 +89,12 @@ class GatewaySettings(RedisSettings):
     """Prefix under which a proxy has the gateway, which it may take off or leave on."""
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """Origins, separated by commas, whose web pages may read answers; `*`: all."""
+
+    @field_validator("on_disconnect")
+    @classmethod
+    def _policy(cls, value: str) -> str:
+        patience(value)
+        return value
 
     @field_validator("cors_origins", mode="before")
     @classmethod

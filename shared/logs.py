@@ -2,6 +2,9 @@
 
 `log.info("job.claimed", job=job_id, lane=lane)` gives
 `12:00:00.123 info  job.claimed job=5f… lane=batch`, or the same as JSON.
+
+What a client chose (an id, a path, a name) may stand in a field: no line is broken by it, or longer
+than it should be. What was asked and answered stands in none.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import time
 from typing import Any
 
 from shared.protocol import Job
+
+_MOST_CHARACTERS = 1000
+"""Of one field."""
 
 
 class Log:
@@ -45,11 +51,18 @@ def about(job: Job) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
+def _printable(value: object) -> str:
+    text = str(value)
+    if len(text) > _MOST_CHARACTERS:
+        text = text[:_MOST_CHARACTERS] + "…"
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 class _Console(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields = getattr(record, "fields", {})
-        facts = "".join(f" {key}={value}" for key, value in fields.items())
+        facts = "".join(f" {key}={_printable(value)}" for key, value in fields.items())
         level = record.levelname.lower()
         line = f"{clock}.{int(record.msecs):03d} {level:<7} {record.getMessage()}{facts}"
         if record.exc_info:
@@ -59,15 +72,17 @@ class _Console(logging.Formatter):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        plain = (int, float, bool, type(None))
         line = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "event": record.getMessage(),
-            **getattr(record, "fields", {}),
+            **{k: v if isinstance(v, plain) else _printable(v) for k, v in fields.items()},
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return json.dumps(line)
 
 
 def configure(log_format: str, level: str) -> None:

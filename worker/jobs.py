@@ -79,7 +79,13 @@ class Jobs:
         earlier = self._running.jobs.get(job.id)
         self._running.add(run)
         self._metrics.queue_wait.labels(job.lane).observe(adopted.waited_s)
-        log.info("job.adopted", **about(job), lane=job.lane, attempt=adopted.attempts)
+        log.info(
+            "job.adopted",
+            **about(job),
+            lane=job.lane,
+            attempt=adopted.attempts,
+            waited_s=round(adopted.waited_s, 4),
+        )
         task = self.group.create_task(self._run(run, earlier))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -315,6 +316,32 @@ async def test_process_drains_and_exits_0(valkey: ValkeyServer) -> None:
     assert process.returncode == 0
     assert b"Traceback" not in errors
     assert b"ASGI callable returned" not in errors
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "203.0.113.7"])
+def test_an_address_that_cannot_be_listened_on_is_named(valkey: ValkeyServer, host: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway"],
+            env={
+                **os.environ,
+                "HEADRACE_HOST": host,
+                "HEADRACE_PORT": str(port),
+                "HEADRACE_LOG_FORMAT": "json",
+                "HEADRACE_REDIS_URL": valkey.url,
+            },
+            capture_output=True,
+            timeout=30,
+        )
+    assert done.returncode == 2
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    (told,) = [line for line in lines if line["level"] == "error"]
+    assert told["wrong"] == "HEADRACE_HOST, HEADRACE_PORT"
+    assert (told["host"], told["port"]) == (host, port)
+    assert "traceback" not in told
 
 
 def test_wrong_settings_stop_the_start_and_are_named() -> None:

@@ -397,3 +397,20 @@ async def test_request_id_is_on_every_answer_and_in_the_job(pair: Pair) -> None:
     assert {"traceparent": job.job.traceparent, "tracestate": job.job.tracestate} == trace
     await job.whole(b"{}")
     assert (await answering)[0].headers["x-request-id"] == "mine-2"
+
+
+async def test_what_nobody_foresaw_is_one_line_that_says_whose_it_was(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway, _ = pair
+
+    def listing() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(gateway.gateway.models, "listing", listing)
+    url = f"{gateway.url}/v1/models"
+    response, raw = await sse.fetch(url, headers={"X-Request-Id": "broke-1"})
+    check_error(response, raw, 500, "internal_error")
+    (record,) = [one for one in caplog.records if one.exc_info]
+    assert record.getMessage() == "request.broke"
+    assert record.__dict__["fields"]["request"] == "broke-1"

@@ -50,6 +50,16 @@ def test_who_can_come_back_has_a_grace() -> None:
         ("X-Request-Timeout", "0"),
         ("X-Request-Timeout", "nan"),
         ("X-Request-Timeout", "soon"),
+        ("X-Request-Timeout", ""),
+        ("X-Request-Timeout", "1_0"),
+        ("X-Request-Timeout", "1e1"),
+        ("X-Request-Timeout", "+1"),
+        ("X-Request-Timeout", "-1"),
+        ("X-Request-Timeout", "0.0"),
+        ("X-Request-Timeout", "infinity"),
+        ("X-Request-Timeout", "0x10"),
+        ("X-On-Disconnect", "grace=1_0"),
+        ("X-On-Disconnect", "grace= 1"),
         ("X-On-Disconnect", "stay"),
         ("X-On-Disconnect", "grace"),
         ("X-On-Disconnect", "grace=-1"),
@@ -67,6 +77,25 @@ def test_wrong_values_are_named(header: str, value: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         options.read(Headers({header: value}), SETTINGS, stream=True)
     assert refused.value.param == header
+
+
+@pytest.mark.parametrize(("header", "timeout_s"), [("10", 10), ("0.5", 0.5), ("9999999999", 100)])
+def test_time_limits(header: str, timeout_s: float) -> None:
+    assert read(x_request_timeout=header).timeout_s == timeout_s
+
+
+@pytest.mark.parametrize("policy", ["cancel", "Continue", " grace=7", "GRACE=1.5", "grace=9999999"])
+def test_setting_and_header_take_the_same_policies(policy: str) -> None:
+    given = SETTINGS.model_copy(
+        update={"on_disconnect": GatewaySettings(on_disconnect=policy).on_disconnect}
+    )
+    assert read(settings=given) == read(x_on_disconnect=policy)
+
+
+@pytest.mark.parametrize("policy", ["", "stay", "grace", "grace=0", "grace=-1", "grace=1_0"])
+def test_a_policy_that_is_none_stops_the_start(policy: str) -> None:
+    with pytest.raises(ValueError, match="must be `cancel`, `continue`"):
+        GatewaySettings(on_disconnect=policy)
 
 
 def test_failover_and_key_are_passed_on() -> None:

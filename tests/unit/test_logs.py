@@ -67,3 +67,15 @@ def test_a_line_about_a_job_tells_whose_it_is() -> None:
     job = make_job(request_id="r", tenant="t", body=b"secret")
     assert about(job) == {"job": job.id, "request": "r", "tenant": "t", "model": job.model}
     assert about(make_job(id="i")) == {"job": "i", "model": job.model}
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_no_field_breaks_a_line_or_makes_it_long(
+    capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    configure(form, "info")
+    Log("test").info("job.claimed", path="a\nb\x1b[31m\u2028c", reason="x" * 100_000)
+    text = capsys.readouterr().err
+    assert len(text.splitlines()) == 1
+    assert len(text) < 1300
+    assert "\x1b" not in text
