@@ -24,6 +24,8 @@ class GatewaySettings(RedisSettings):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65_535)
     """Port to listen on; 0 takes a free one."""
+    processes: int = Field(1, ge=1, le=64)
+    """Processes that share the port; on the command line `--processes`."""
     gateway_id: str = Field(default_factory=_own_id, pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """This gateway's name in jobs and log lines."""
     max_body_bytes: Bytes = 32 << 20
