@@ -65,7 +65,7 @@ async def test_processes_share_work_and_metrics_and_one_that_dies_is_replaced(
     ):
         gateway = pool.gateways[0]
         url = f"{gateway.url}/v1/chat/completions"
-        await until(lambda: _ready(gateway), "all are ready", timeout=15)
+        await until(lambda: _ready(gateway, PROCESSES), "all are ready", timeout=15)
         names = own_valkey.command("SMEMBERS", Keys().gateways())
         assert sorted(name.split(b"-")[1] for name in names) == [b"1", b"2", b"3"]
         responses = await asyncio.gather(
@@ -84,7 +84,8 @@ async def test_processes_share_work_and_metrics_and_one_that_dies_is_replaced(
         endings = await asyncio.gather(*(rest(response) for response in responses))
         for place, ending in zip(places, endings, strict=True):
             assert ending in (("cut", "reset") if place == victim else ("complete",))
-        await until(lambda: len(members(gateway)) == PROCESSES, "it is replaced", timeout=15)
+        await until(lambda: _ready(gateway, PROCESSES + 1), "it is replaced", timeout=15)
+        assert len(members(gateway)) == PROCESSES
         assert len(set(before) & set(members(gateway))) == PROCESSES - 1
         assert gateway.log.count("process.died") == 1
 
@@ -105,9 +106,9 @@ async def test_processes_share_work_and_metrics_and_one_that_dies_is_replaced(
             assert count == completed + 4
 
 
-async def _ready(gateway: GatewayProcess) -> bool:
+async def _ready(gateway: GatewayProcess, starts: int) -> bool:
     """Tell whether all are, from what those say that happen to be asked."""
-    started = gateway.log.count("gateway.started") == PROCESSES
+    started = gateway.log.count("gateway.started") == starts
     return started and all([(await gateway.readiness())[0] == 200 for _ in range(8 * PROCESSES)])
 
 
