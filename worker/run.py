@@ -17,7 +17,8 @@ from shared.logs import Log
 from shared.outcomes import Adopted
 from shared.protocol import Delta, End, Head, Usage
 from worker.engine.interface import CURRENT, Call, Engine, Message
-from worker.publisher import Outbox, Publisher
+from worker.outbox import Outbox
+from worker.publisher import Publisher
 from worker.resume import Past, Splice
 
 log = Log("run")
