@@ -71,6 +71,7 @@ class Gateway:
         self.models.on_deserted = self._give_up
         self.callers = Callers(settings, KeyStore(self.registry_redis, keys))
         self.sweeper = Sweeper()
+        self.sweeper.swept.add(self)
         # Not the gateway's id alone: another process may take that up again.
         own_name = f"{settings.gateway_id}-{secrets.token_hex(4)}"
         self.presence = Presence(registry, own_name, lease_s=settings.gateway_lease_s)
@@ -146,11 +147,15 @@ class Gateway:
 
     def render_metrics(self) -> bytes:
         """Return the metrics with the gauges that nobody keeps."""
+        self.tick(0)
+        return self.metrics.render()
+
+    def tick(self, now: float) -> None:
+        """Set the gauges: another process may be asked for them. Called by the sweeper."""
         metrics = self.metrics
         metrics.open_streams.set(self.submitter.open_streams)
         metrics.pending_cancels.set(self.canceller.pending)
         metrics.reconnects.set(max(0, self.subscriber.reconnects))
-        return metrics.render()
 
     async def identify(self, request: Request) -> KeyRecord:
         """Return whose request this is. Raises `InvalidApiKey`."""

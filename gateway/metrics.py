@@ -1,19 +1,54 @@
-"""The gateway's metrics: base units, and no label whose values a client can make up."""
+"""The gateway's metrics: base units, and no label whose values a client can make up.
+
+Where several processes share a port they share a folder too, in which each keeps its figures, and
+any of them tells the sum: prometheus_client's multi-process mode.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from gateway.errors import ClientGone
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
 
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
 DURATION_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800, 3600)
+
+
+class Pools(Collector):
+    """What every process knows of the pools: told once, not summed."""
+
+    def __init__(self) -> None:
+        self.ready_workers = 0
+        self.depths: dict[tuple[str, str], int] = {}
+        """Jobs by pool and lane."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return them as metrics."""
+        yield GaugeMetricFamily(
+            "headrace_gateway_ready_workers",
+            "Workers that take jobs, as this gateway knows them.",
+            value=self.ready_workers,
+        )
+        depths = GaugeMetricFamily(
+            "headrace_queue_depth",
+            "Jobs in a lane, queued and running.",
+            labels=("pool", "lane"),
+        )
+        for place, depth in self.depths.items():
+            depths.add_metric(place, depth)
+        yield depths
 
 
 class Metrics:
@@ -21,6 +56,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.pools = Pools()
+        self.registry.register(self.pools)
         self.requests = Counter(
             "headrace_gateway_requests",
             "Requests answered.",
@@ -36,21 +73,12 @@ class Metrics:
         self.duration = self._histogram(
             "request_duration", "From the request to its answer's end.", DURATION_S
         )
-        self.open_streams = self._gauge("headrace_gateway_open_streams", "Requests being relayed.")
-        self.ready_workers = self._gauge(
-            "headrace_gateway_ready_workers", "Workers that take jobs, as this gateway knows them."
-        )
+        self.open_streams = self._gauge("open_streams", "Requests being relayed.")
         self.pending_cancels = self._gauge(
-            "headrace_gateway_pending_cancels", "Cancels that the queue has not taken yet."
+            "pending_cancels", "Cancels that the queue has not taken yet."
         )
         self.reconnects = self._gauge(
-            "headrace_gateway_pubsub_reconnects", "Times that the pub/sub link was lost."
-        )
-        self.queue_depth = Gauge(
-            "headrace_queue_depth",
-            "Jobs in a lane, queued and running.",
-            ("pool", "lane"),
-            registry=self.registry,
+            "pubsub_reconnects", "Times that the pub/sub link was lost.", "sum"
         )
         self.log_reads = Counter(
             "headrace_gateway_log_reads",
@@ -68,8 +96,11 @@ class Metrics:
             registry=self.registry,
         )
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self.registry)
+    def _gauge(self, name: str, text: str, mode: Literal["sum", "livesum"] = "livesum") -> Gauge:
+        """`livesum`: of the processes that live."""
+        return Gauge(
+            f"headrace_gateway_{name}", text, registry=self.registry, multiprocess_mode=mode
+        )
 
     def log_read(self, reason: str) -> None:
         """Count a page of a job's log."""
@@ -93,5 +124,10 @@ class Metrics:
             self.per_token.labels(endpoint, model).observe(mean_s)
 
     def render(self) -> bytes:
-        """Return the registry in Prometheus' text form."""
-        return generate_latest(self.registry)
+        """Return the metrics, of all processes that share the port, in Prometheus' text form."""
+        if _FOLDER not in os.environ:
+            return generate_latest(self.registry)
+        everyones = CollectorRegistry()
+        MultiProcessCollector(everyones)  # type: ignore[no-untyped-call]
+        everyones.register(self.pools)
+        return generate_latest(everyones)

@@ -47,7 +47,6 @@ class Models:
         self._transitions = transitions
         self._metrics = metrics
         self._snapshot: Snapshot | None = None
-        self._depths: set[tuple[str, str]] = set()
         self._away: frozenset[str] = frozenset()
         """Tags whose server could not be reached at the last reading."""
         self._deserted: dict[str, float] = {}
@@ -104,7 +103,7 @@ class Models:
 
     async def _read_depths(self, snapshot: Snapshot) -> None:
         """Set the gauges: all lanes of all pools whose models are known."""
-        self._metrics.ready_workers.set(len(snapshot.ready()))
+        self._metrics.pools.ready_workers = len(snapshot.ready())
         pools = {record.pool: record.shards for record in snapshot.models.values()}
         places = [(pool, one) for pool, shards in pools.items() for one in tags(pool, shards)]
         told = await asyncio.gather(
@@ -121,12 +120,7 @@ class Models:
                 for lane, depth in depths.items():
                     totals[pool, lane] = totals.get((pool, lane), 0) + depth
         self._note_away(away, all_of_them=len(away) == len(places))
-        for (pool, lane), depth in totals.items():
-            self._metrics.queue_depth.labels(pool, lane).set(depth)
-        seen = set(totals)
-        for labels in self._depths - seen:
-            self._metrics.queue_depth.remove(*labels)
-        self._depths = seen
+        self._metrics.pools.depths = totals
 
     def _note_away(self, away: dict[str, HeadraceError], *, all_of_them: bool) -> None:
         """Remember which shards can't be reached. Raises where none can."""

@@ -29,6 +29,8 @@ class GatewaySettings(RedisSettings):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65_535)
     """Port to listen on; 0 takes a free one."""
+    processes: int = Field(1, ge=1, le=64)
+    """Processes that share the port; on the command line `--processes`."""
     auth: Literal["auto", "keys", "open"] = "auto"
     """`keys`: none but callers with an API key; `open`: anybody; `auto`: keys, if there are any."""
     auth_cache_s: Annotated[float, Field(ge=0.1, le=60)] = 5

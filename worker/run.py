@@ -18,7 +18,8 @@ from shared.outcomes import Adopted
 from shared.protocol import Delta, End, Head, Usage
 from shared.trace import TraceContext
 from worker.engine.interface import CURRENT, Call, Engine, Message
-from worker.publisher import Outbox, Publisher
+from worker.outbox import Outbox
+from worker.publisher import Publisher
 from worker.resume import Past, Splice
 
 if TYPE_CHECKING:

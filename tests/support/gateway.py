@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import SecretStr
 
-from gateway.__main__ import Server, build_server
 from gateway.gateway import Gateway
+from gateway.server import Server, build_server
 from gateway.settings import GatewaySettings
 from tests.support.fake_worker import FakeWorker
 from tests.support.waiting import until

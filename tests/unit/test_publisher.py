@@ -14,7 +14,8 @@ from shared.outcomes import Adopted, Append, Claimed, Finish, Verdict
 from shared.protocol import End, Frame, Head, Usage, decode_frame, encode
 from shared.transitions import Transitions
 from tests.wire.records import TAG, make_job
-from worker.publisher import OUTBOX_BYTES, PART_BYTES, Outbox, Publisher
+from worker.outbox import OUTBOX_BYTES, PART_BYTES, Outbox
+from worker.publisher import Publisher
 
 SSE = Head(200, "text/event-stream; charset=utf-8")
 JSON = Head(200, "application/json")

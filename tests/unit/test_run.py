@@ -17,7 +17,8 @@ from tests.unit.test_gateway_form import upload
 from tests.unit.test_publisher import Server, event, make_adopted, running
 from worker import run as run_module
 from worker.engine.interface import CURRENT, Call, Message, Receive, Send
-from worker.publisher import PART_BYTES, Publisher
+from worker.outbox import PART_BYTES
+from worker.publisher import Publisher
 from worker.run import Run
 
 
