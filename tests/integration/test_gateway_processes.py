@@ -177,6 +177,6 @@ async def test_a_port_that_is_taken_is_not_shared(
     other = GatewayProcess(valkey.url, "other", tmp_path / "other", processes=2)
     other._environment["HEADRACE_PORT"] = str(gateway.port)
     other.start()
-    assert await other.wait(15) == 1
+    assert await other.wait(15) == 2
     assert "gateway.not_listening" in other.log
     await gateway.close()

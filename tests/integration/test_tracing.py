@@ -153,7 +153,7 @@ def test_a_collector_gets_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_of_it_is_loaded_unless_asked_for() -> None:
     code = (
-        "import sys; import gateway.__main__ as g; import worker.__main__;"
+        "import sys; import gateway.server as g; import worker.__main__;"
         "from gateway.settings import GatewaySettings; from shared import spans;"
         "assert spans.start(GatewaySettings(), 'a', 'b') is None;"
         "g.build_server(GatewaySettings());"
