@@ -13,7 +13,7 @@ from gateway import body, callers, form, options
 from gateway.callers import Callers
 from gateway.cancels import RUNNERS, Canceller
 from gateway.endpoints import Endpoint
-from gateway.errors import Overloaded
+from gateway.errors import InvalidApiKey, Overloaded
 from gateway.events import Numbering
 from gateway.exchange import Exchange, exchange_of
 from gateway.in_flight import InFlight
@@ -168,7 +168,11 @@ class Gateway:
         """Turn a request into a job and its frames into an answer."""
         exchange = exchange_of(request.scope)
         exchange.endpoint = endpoint.path
-        caller = await self.identify(request)
+        try:
+            caller = await self.identify(request)
+        except InvalidApiKey as error:  # A stranger's body is not read, nor its connection kept.
+            exchange.outcome = error.code
+            return body.Refusal(error)
         self.submitter.check_room()
         limit = self.settings.max_body_bytes
         with body.Share(self.bodies) as share:

@@ -140,7 +140,9 @@ async def test_a_body_is_not_read_for_a_stranger(pair: Pair) -> None:
     wire = await sse.connect(gateway.url)
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30000000\r\n\r\n{"
     await wire.send(head.encode())
-    assert (await sse.read_head(wire)).status == 401
+    response = await sse.read_head(wire)
+    assert (response.status, response.headers["connection"]) == (401, "close")
+    assert json.loads(await response.body())["error"]["code"] == "invalid_api_key"
     assert gateway.gateway.bodies.taken == 0
     wire.close()
 
