@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ClientGone, Overloaded, error_response
+from gateway.exchange import exchange_of
 from shared.errors import (
     BodyTooLarge,
     HeadraceError,
@@ -215,11 +216,12 @@ class Refusal:
     """
 
     def __init__(self, error: HeadraceError) -> None:
-        self._response = error_response(error, {"connection": "close"})
+        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application."""
-        response = self._response
+        form = exchange_of(scope).form
+        response = error_response(self._error, {"connection": "close"}, form)
         await send(
             {
                 "type": "http.response.start",

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers and as events of a stream: always OpenAI's body."""
+"""Errors as HTTP answers and as events of a stream."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from gateway.forms import OPENAI, Form
 from shared.errors import (
     BY_CODE,
     Cancelled,
@@ -112,9 +113,9 @@ def error_of(end: End) -> HeadraceError:
     return kind(end.message)
 
 
-def error_json(error: HeadraceError) -> bytes:
-    """Return OpenAI's error body, in ASCII: some clients split lines at U+2028."""
-    return json.dumps(error.body(), separators=(",", ":")).encode()
+def error_json(error: HeadraceError, form: Form = OPENAI) -> bytes:
+    """Return an error's body, in ASCII: some clients split lines at U+2028."""
+    return json.dumps(form.body(error), separators=(",", ":")).encode()
 
 
 def error_headers(error: HeadraceError) -> dict[str, str]:
@@ -128,10 +129,12 @@ def error_headers(error: HeadraceError) -> dict[str, str]:
     return {"retry-after": str(min(60, max(1, math.ceil(seconds))))}
 
 
-def error_response(error: HeadraceError, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(
+    error: HeadraceError, headers: Mapping[str, str] | None = None, form: Form = OPENAI
+) -> Response:
     """Return an error as a whole answer."""
     return Response(
-        error_json(error),
+        error_json(error, form),
         error.status,
         {**error_headers(error), **(headers or {})},
         "application/json",

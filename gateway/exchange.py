@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.cors import Cors, RawHeaders
+from gateway.forms import form_of
 from gateway.metrics import Metrics
 from shared.logs import Log
 from shared.trace import TraceContext, read_trace
@@ -40,6 +41,7 @@ class Exchange:
         "content_at",
         "done_at",
         "endpoint",
+        "form",
         "items",
         "job_id",
         "key_id",
@@ -64,6 +66,8 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.probe = self.path in PROBES
+        self.form = form_of(self.path)
+        """Of its errors."""
         self.span: Span | None = None
         self.request_id = request_id(scope["headers"])
         self._common = [

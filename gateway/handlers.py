@@ -1,4 +1,4 @@
-"""What the application answers when a request ends in an exception: OpenAI's error body."""
+"""What the application answers when a request ends in an exception: an error's body."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from shared.errors import HeadraceError, InvalidRequest
 
 
 def install(app: FastAPI) -> None:
-    """Make the application answer every error in OpenAI's form."""
+    """Make the application answer every error in its path's form."""
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, HeadraceError)
-        exchange_of(request.scope).outcome = error.code
-        return error_response(error)
+        exchange = exchange_of(request.scope)
+        exchange.outcome = error.code
+        return error_response(error, form=exchange.form)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -30,8 +31,9 @@ def install(app: FastAPI) -> None:
             if request.method == "OPTIONS":
                 return Response(status_code=204, headers=headers)
         known = from_http(error)
-        exchange_of(request.scope).outcome = known.code
-        response = error_response(known, headers)
+        exchange = exchange_of(request.scope)
+        exchange.outcome = known.code
+        response = error_response(known, headers, exchange.form)
         response.status_code = error.status_code
         return response
 
@@ -41,8 +43,9 @@ def install(app: FastAPI) -> None:
         return response
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        exchange_of(request.scope).outcome = HeadraceError.code
-        return error_response(HeadraceError())
+        exchange = exchange_of(request.scope)
+        exchange.outcome = HeadraceError.code
+        return error_response(HeadraceError(), form=exchange.form)
 
     app.add_exception_handler(HeadraceError, ours)
     app.add_exception_handler(HTTPException, http)

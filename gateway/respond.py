@@ -13,7 +13,6 @@ from gateway.errors import (
     BrokenOff,
     ClientGone,
     ClientStalled,
-    error_json,
     error_of,
     error_response,
 )
@@ -306,7 +305,7 @@ class RelayedAnswer(Response):
         if head.status >= 400:
             exchange.outcome = "invalid_request" if head.status < 500 else "engine_error"
         if self._started:
-            event = sse.answer_event(head.status, body)
+            event = sse.answer_event(head.status, body, exchange.form)
             await self._body(event, last=head.status < 400)
             return
         self._note_content(0, time.perf_counter())
@@ -337,9 +336,9 @@ class RelayedAnswer(Response):
             return
         if self._started:
             rest = b"" if self._between_events else b"\n\n"
-            await self._body(rest + sse.error_event(error))
+            await self._body(rest + sse.error_event(error, exchange.form))
             return  # Without the last message: the server breaks the body off.
-        response = error_response(error)
+        response = error_response(error, form=exchange.form)
         exchange.status = response.status_code
         await self._message(
             {
@@ -349,7 +348,7 @@ class RelayedAnswer(Response):
             }
         )
         self._unchunked = False
-        await self._body(error_json(error), last=True)
+        await self._body(bytes(response.body), last=True)
 
     async def _body(self, data: bytes, *, last: bool = False) -> None:
         if last and self._unchunked:

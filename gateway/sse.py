@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from gateway.errors import error_json
+from gateway.forms import Form
 from shared.errors import EngineFailed, HeadraceError
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
@@ -23,17 +24,18 @@ def is_stream(content_type: str) -> bool:
     return content_type.startswith("text/event-stream")
 
 
-def error_event(error: HeadraceError) -> bytes:
+def error_event(error: HeadraceError, form: Form) -> bytes:
     """Return the event that ends a stream that failed. SDKs raise only if the error is nested."""
-    return b"data: " + error_json(error) + b"\n\n"
+    return form.event + b"data: " + error_json(error, form) + b"\n\n"
 
 
-def answer_event(status: int, body: bytes) -> bytes:
+def answer_event(status: int, body: bytes, form: Form) -> bytes:
     """Return as one event a whole JSON answer that came when the stream's 200 was out already."""
     try:
         answer = json.loads(body)
     except ValueError:
         answer = None
     if not isinstance(answer, dict) or (status >= 400 and "error" not in answer):
-        return error_event(EngineFailed())
-    return b"data: " + json.dumps(answer, separators=(",", ":")).encode() + b"\n\n"
+        return error_event(EngineFailed(), form)
+    event = form.event if status >= 400 else b""
+    return event + b"data: " + json.dumps(answer, separators=(",", ":")).encode() + b"\n\n"
