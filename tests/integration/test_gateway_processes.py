@@ -157,7 +157,9 @@ def _metrics_folder(pid: int) -> Path | None:
 
 @pytest.fixture
 def gateway(valkey: ValkeyServer, tmp_path: Path) -> GatewayProcess:
-    return GatewayProcess(valkey.url, "gateway", tmp_path / "log", processes=2, key_prefix="two")
+    made = GatewayProcess(valkey.url, "gateway", tmp_path / "log", processes=2, key_prefix="two")
+    made._environment["TMPDIR"] = str(tmp_path)  # A killed supervisor leaves its folder behind.
+    return made
 
 
 async def test_none_outlives_a_supervisor_that_is_killed(gateway: GatewayProcess) -> None:
