@@ -19,7 +19,7 @@ MODEL_READY := .headrace/models/SmolLM2-135M-Instruct/config.json
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint faults chaos bench clean
+.PHONY: help demo test check lint clients faults chaos bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ lint: $(STAMPS)/dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports
+
+clients: $(STAMPS)/engine $(STAMPS)/dev $(MODEL_READY) ## Clients that people use, and every endpoint beside vLLM's own server
+	$(PY) -m tests.clients.environments
+	$(PY) -m pytest -p tests.durations -m "slow or not slow" tests/clients tests/e2e/test_parity.py $(ARGS)
 
 faults: $(STAMPS)/engine $(STAMPS)/dev $(MODEL_READY) ## Every fault, injected into real processes; writes docs/guarantees.md
 	$(PY) -m pytest -p tests.durations -p tests.faults.report \

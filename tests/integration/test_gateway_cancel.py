@@ -230,7 +230,9 @@ async def test_a_time_limit_that_ends_while_the_job_is_submitted_is_no_outage(
     pair: Pair, body: object
 ) -> None:
     gateway, worker = pair
-    response, raw = await sse.fetch(gateway.chat, body, headers={"X-Request-Timeout": "0.000000001"})
+    response, raw = await sse.fetch(
+        gateway.chat, body, headers={"X-Request-Timeout": "0.000000001"}
+    )
     assert response.status == 504
     assert b"request_timeout" in raw
     assert response.headers["x-should-retry"] == "false"
