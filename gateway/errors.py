@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gateway.forms import OPENAI, Form
+from gateway.error_forms import OPENAI, Form
 from shared.errors import (
     BY_CODE,
     Cancelled,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.cors import Cors, RawHeaders
-from gateway.forms import form_of
+from gateway.error_forms import form_of
 from gateway.metrics import Metrics
 from shared.logs import Log
 from shared.trace import TraceContext, read_trace

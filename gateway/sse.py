@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from gateway.error_forms import Form
 from gateway.errors import error_json
-from gateway.forms import Form
 from shared.errors import EngineFailed, HeadraceError
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.forms import ANTHROPIC
+from gateway.error_forms import ANTHROPIC
 from shared.errors import BY_CODE
 from tests.support import sse
 from tests.support.fake_worker import FakeWorker

@@ -328,6 +328,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(valkey: ValkeyServer, ho
             [sys.executable, "-m", "gateway"],
             env={
                 **os.environ,
+                "HEADRACE_AUTH": "open",
                 "HEADRACE_HOST": host,
                 "HEADRACE_PORT": str(port),
                 "HEADRACE_LOG_FORMAT": "json",

@@ -27,7 +27,6 @@ WRONG: list[Any] = [
     {**BODY, "service_tier": "priority"},
     {**BODY, "n": "many"},
     {**BODY, "max_tokens": "x"},
-    {**BODY, "background": True},
     {**BODY, "messages": PROMPT},
     {**BODY, "user": "x" * 5000},
     {**BODY, "headrace_fault": {"raise": 1}},
