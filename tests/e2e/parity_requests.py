@@ -47,6 +47,11 @@ class Asked:
         return isinstance(self.body, dict) and self.body.get("stream") is True
 
     @property
+    def interleaved(self) -> bool:
+        """Whether it streams answers to several prompts, whose order is left to chance."""
+        return self.streamed and isinstance(self.body.get("prompt"), list)
+
+    @property
     def quick(self) -> bool:
         """Whether `make test` asks it, too."""
         return "plain" in self.name or self.name.startswith("/")

@@ -44,6 +44,7 @@ POOLS = [*ARGS, "--runner", "pooling", "--convert"]
 
 _IDS = re.compile(rb'("\w*id":\s*"(?:[a-z]+[-_])*)[0-9A-Za-z-]{8,}(?:_\d+)?"')
 _TIMES = re.compile(rb'("(?:created|created_at|completed_at)":\s*)\d+(?:\.\d+)?')
+_CHOICE = re.compile(rb'"index":\s*(\d+)')
 _TRIES = 3
 """vLLM joins what two steps made into one event where its reader is late, on either side."""
 
@@ -75,8 +76,16 @@ async def answer(url: str, asked: Asked) -> Answer:
     content_type = response.headers.get("content-type")
     events = (content_type or "").startswith("text/event-stream")
     parts = body.split(b"\n\n") if events else [body]
+    if asked.interleaved:
+        parts.sort(key=_choice)
     said = [_TIMES.sub(rb"\g<1>0", _IDS.sub(rb'\1_"', part)) for part in parts]
     return Answer(response.status, content_type, response.ending, said)
+
+
+def _choice(event: bytes) -> int:
+    """Return which choice an event is of; the last events are of none."""
+    found = _CHOICE.search(event)
+    return int(found[1]) if found else 1 << 30
 
 
 async def compare(sides: Sides, asked: Asked) -> None:
