@@ -25,6 +25,8 @@ PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 _SCOPE_KEY = "headrace.exchange"
 _CLIENTS_OWN = frozenset({"disconnected", "stalled", "cancelled"})
 _SHOWN_PATH = 100
+_SECRET = re.compile(r"sk-[\w-]{8,}")
+"""An API key, ours or another's, in a path by mistake."""
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -161,7 +163,7 @@ class Exchange:
             metrics.finished(self, outcome, duration_s=duration_s, ttft_s=ttft_s)
         facts = {
             "endpoint": self.endpoint,
-            "path": "" if self.endpoint else self.path[:_SHOWN_PATH],
+            "path": "" if self.endpoint else _SECRET.sub("sk-...", self.path)[:_SHOWN_PATH],
             "lane": self.lane,
             "status": self.status,
             "outcome": outcome,
