@@ -113,13 +113,16 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
 
     async def models(request: Request) -> Response:
         caller = await gateway.identify(request)
+        await gateway.models.known()
         return _json({"object": "list", "data": gateway.models.listing(caller)})
 
     async def model(request: Request) -> Response:
         caller = await gateway.identify(request)
+        await gateway.models.known()
         return _json(gateway.models.card(request.path_params["name"], caller))
 
     async def version(request: Request) -> Response:
+        await gateway.models.known()
         return _json({"version": gateway.models.engines()})
 
     async def stored(request: Request) -> Response:

@@ -207,6 +207,7 @@ class Gateway:
         )
         if isinstance(fields.model, str) and fields.model:
             callers.check_model(caller, fields.model)  # Before it is said whether there is one.
+        await self.models.known()
         record = self.models.resolve(fields.model)
         callers.check_model(caller, record.name)
         lane = callers.lane_for(caller, fields.lane)

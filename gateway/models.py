@@ -55,6 +55,17 @@ class Models:
         """Called with the tags of pools that have had no worker for too long, at each reading."""
         self.reachable = False
         """Whether the last reading succeeded."""
+        self._tried = asyncio.Event()
+        """Set once there has been a reading, or none could be made."""
+
+    async def known(self) -> None:
+        """Wait for the first reading: a gateway that has just begun doesn't know the models yet."""
+        if not self._tried.is_set():
+            try:
+                async with asyncio.timeout(self._settings.submit_timeout_s):
+                    await self._tried.wait()
+            except TimeoutError as error:
+                raise QueueUnavailable(retry_after_s=2) from error
 
     async def run(self) -> None:
         """Read the registry until cancelled."""
@@ -85,6 +96,7 @@ class Models:
                 if not said:
                     log.error("registry.unreadable", error=str(error))
                 said = "registry_unreadable"
+            self._tried.set()
             await asyncio.sleep(self._settings.registry_refresh_s)
 
     def _note_deserted(self, snapshot: Snapshot) -> None:

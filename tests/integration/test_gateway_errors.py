@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.endpoints import ENDPOINTS
+from shared.registry import Snapshot
 from tests.support import sse
 from tests.support.fake_worker import FakeWorker
 from tests.support.gateway import RunningGateway, pool
@@ -190,6 +191,31 @@ async def test_full_queue(valkey: ValkeyServer) -> None:
         for _ in range(6):
             await (await worker.take()).whole(b"{}")
         await asyncio.gather(*tasks, batch)
+
+
+async def test_a_gateway_that_has_just_begun_knows_its_models_at_once(
+    pair: Pair, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first reading of the registry it waits for that; it doesn't refuse."""
+    first, worker = pair
+    young = RunningGateway(valkey.url, workers=0, key_prefix=first.settings.key_prefix)
+    read, let = young.gateway.models._registry.snapshot, asyncio.Event()
+
+    async def slowly() -> Snapshot:
+        await let.wait()
+        return await read()
+
+    monkeypatch.setattr(young.gateway.models._registry, "snapshot", slowly)
+    async with young:
+        answering = asyncio.ensure_future(sse.fetch(young.chat, WHOLE))
+        listing = asyncio.ensure_future(sse.fetch(f"{young.url}/v1/models"))
+        await asyncio.wait({answering, listing}, timeout=0.1)
+        assert not answering.done()
+        assert not listing.done()
+        let.set()
+        await (await worker.take()).whole(b"{}")
+        assert (await answering)[0].status == 200
+        assert b'"tiny"' in (await listing)[1]
 
 
 async def test_model_without_a_ready_worker(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Requests made up at random, well and badly formed: no 500, no hang, always OpenAI's error body.
+"""Requests made up at random, well and badly formed: no 500, no hang, always an error of the API.
 
 The seed is fixed, so that a run is the same each time; a failure names the request's number, and
 `Made(number)` makes the same request again.
@@ -228,16 +228,19 @@ def _check_events(events: list[sse.Event], answer: sse.Response) -> None:
 
 
 def _check_refusal(status: int, body: Any, made: Made) -> None:
-    """Check that an error is OpenAI's, and one that the request has earned."""
+    """Check that an error is OpenAI's or Anthropic's, and one that the request has earned."""
     if made.path == "/readyz":
         return
-    assert list(body) == ["error"], body
     error = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}, error
     assert isinstance(error["message"], str), error
     assert error["message"], error
-    assert error["param"] is None or isinstance(error["param"], str), error
-    assert error["code"], error
+    if made.path.startswith("/v1/messages") and "type" in body:
+        assert body == {"type": "error", "error": {"type": error["type"], **error}}, body
+    else:
+        assert list(body) == ["error"], body
+        assert set(error) == {"message", "type", "param", "code"}, error
+        assert error["param"] is None or isinstance(error["param"], str), error
+        assert error["code"], error
     hurried = "x-request-timeout" in made.headers and status == 504
     assert 400 <= status < 500 or hurried, (status, error)
 

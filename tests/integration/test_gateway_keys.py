@@ -68,7 +68,10 @@ async def test_every_route_asks_for_a_key_but_the_probes(pair: Pair) -> None:
         response, text = await sse.fetch(gateway.url + path, body)
         assert response.status == 401, path
         error = json.loads(text)["error"]
-        assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+        if path == "/v1/messages":
+            assert error["type"] == "authentication_error"
+        else:
+            assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.headers["x-should-retry"] == "false"
     for path in ("/healthz", "/readyz", "/metrics"):

@@ -56,6 +56,7 @@ report(
     stream=text,
     usage=(usage.input_tokens, usage.output_tokens),
     tool=(call.name, call.input),
-    error=(error.status_code, error.body["error"]["code"]),
+    # Anthropic's errors have types and no codes.
+    error=(error.status_code, {"not_found_error": "model_not_found"}[error.body["error"]["type"]]),
     left_after=read,
 )
