@@ -9,7 +9,7 @@ import asyncio
 import json
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.cors import Cors
 from gateway.errors import HeadTooLarge
@@ -22,6 +22,9 @@ log = Log("gateway")
 _FRAMING = (b"content-length", b"transfer-encoding")
 _PER_HEADER = 4
 """`: ` and the line's end."""
+_MOST_AHEAD = 8
+"""Requests sent before the answer to one is whole; with more, what follows is not read yet, and
+that the client has left shows only in what it is sent."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -38,6 +41,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _head_known = False
     """The parser is told again what framed the body."""
     _head_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle | None = None
+    """The request whose turn it is; uvicorn knows the newest alone."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -45,16 +50,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
+        if (cycle := self._unanswered()) is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and count also what the parser keeps to itself: a header without an end."""
+        """Parse, and count also what the parser keeps to itself: a field without an end."""
         self._unset_keepalive_if_required()
+        self._unparsed_bytes += len(data)
         self._parse(data)
-        if self._in_head:
-            self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > 2 * self.limit_bytes and not self.transport.is_closing():
-                self._refuse()
+        if self._unparsed_bytes > 2 * self.limit_bytes and not self.transport.is_closing():
+            self._refuse()
 
     def _parse(self, data: bytes) -> None:
         while data:
@@ -91,7 +98,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_known:
             return
         self._count(len(name) + len(value) + _PER_HEADER)
-        super().on_header(name, value)
+        if self._in_head:  # What follows a body is no header.
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._head_known:
@@ -102,10 +110,27 @@ class BoundedProtocol(HttpToolsProtocol):
             self.expect_100_continue = False  # It doesn't know of interim answers.
         self._head_came()
         super().on_headers_complete()
+        if self._unanswered() is None:
+            self._answering = self.cycle
+        elif len(self.pipeline) <= _MOST_AHEAD:
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        following = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        self._answering = following
+
+    def _unanswered(self) -> RequestResponseCycle | None:
+        cycle = self._answering
+        return None if cycle is None or cycle.response_complete else cycle
 
     def send_400_response(self, msg: str) -> None:
         """Say what is wrong in the form of every error."""
@@ -139,6 +164,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answer(HeadTooLarge(), "Request Header Fields Too Large")
 
     def _answer(self, error: HeadraceError, phrase: str) -> None:
+        cycle = self._unanswered()
+        if cycle is not None and cycle.response_started:
+            self.transport.close()  # Within an answer it could not be told from its parts.
+            return
         request = request_id(self.headers or [])
         log.info("request.unreadable", request=request, status=error.status, outcome=error.code)
         content = json.dumps(error.body()).encode()

@@ -22,7 +22,7 @@ _EXPOSED = ", ".join(
         ),
     )
 ).encode()
-_METHODS = b"GET, HEAD, POST, OPTIONS"
+_METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 _MAX_AGE_S = b"600"
 _ASKS_METHOD = b"access-control-request-method"
 _ASKS_HEADERS = b"access-control-request-headers"

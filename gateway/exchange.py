@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = Log("gateway")
 
-PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+PROBES = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 """Asked every few seconds, by machines."""
 _SCOPE_KEY = "headrace.exchange"
 _CLIENTS_OWN = frozenset({"disconnected", "stalled", "cancelled"})

@@ -85,6 +85,18 @@ async def test_client_leaves_between_tokens(pair: Pair, reset: bool) -> None:
     assert await worker.depth() == 0
 
 
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+async def test_client_leaves_with_requests_in_a_row(pair: Pair, reset: bool) -> None:
+    gateway, worker = pair
+    wire = await send(gateway, WHOLE)
+    job_id = await the_job(worker)
+    await wire.send(2 * sse.request_bytes(gateway.chat, WHOLE))
+    await asyncio.sleep(0.02)
+    wire.close(reset=reset)
+    assert await worker.wait_outcome(job_id, 1) == "cancelled"
+    assert await worker.job_ids() == [job_id]
+
+
 async def test_client_leaves_while_its_body_is_read(pair: Pair) -> None:
     gateway, worker = pair
     wire = await sse.connect(gateway.url)

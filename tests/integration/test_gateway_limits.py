@@ -47,6 +47,54 @@ async def test_head_without_an_end(valkey: ValkeyServer) -> None:
         wire.close()
 
 
+@pytest.mark.parametrize(
+    "field", [b"0\r\nx-endless: ", b"2;endless="], ids=["trailer", "extension"]
+)
+async def test_body_with_a_field_without_an_end(valkey: ValkeyServer, field: bytes) -> None:
+    async with pool(valkey.url, max_header_bytes=8192) as (gateway, worker):
+        wire = await sse.connect(gateway.url)
+        head = {"transfer-encoding": "chunked"}
+        await wire.send(sse.request_bytes(gateway.chat, method="POST", headers=head) + field)
+        for _ in range(17):
+            await asyncio.sleep(0.002)
+            await wire.send(b"x" * 1000)
+        async with asyncio.timeout(5):
+            assert (await sse.read_head(wire)).status == 431
+        wire.close()
+        assert await worker.job_ids() == []
+
+
+async def test_what_follows_a_body_is_no_header(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url) as (gateway, worker):
+        wire = await sse.connect(gateway.url)
+        content = json.dumps(WHOLE).encode()
+        head = {"transfer-encoding": "chunked"}
+        await wire.send(
+            sse.request_bytes(gateway.chat, method="POST", headers=head)
+            + b"%x\r\n%b\r\n0\r\nx-on-disconnect: continue\r\n\r\n" % (len(content), content)
+        )
+        job = await worker.take()
+        assert job.job.patience_s == 0
+        await job.whole(b"{}")
+        assert (await sse.read_head(wire)).status == 200
+        wire.close()
+
+
+async def test_what_is_no_http_is_not_answered_within_an_answer(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url) as (gateway, worker):
+        wire = await sse.connect(gateway.url)
+        await wire.send(sse.request_bytes(gateway.chat, {**WHOLE, "stream": True}))
+        job = await worker.take()
+        await job.head()
+        await job.items((b"data: 1\n\n",))
+        response = await sse.read_head(wire)
+        await wire.send(b"GARBAGE\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert await response.body() == b"data: 1\n\n"
+        assert response.ending == "cut"
+        wire.close()
+
+
 async def test_connection_that_is_kept_is_counted_anew(valkey: ValkeyServer) -> None:
     async with pool(valkey.url, max_header_bytes=8192) as (gateway, _):
         wire = await sse.connect(gateway.url)

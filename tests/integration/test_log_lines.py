@@ -97,8 +97,9 @@ async def test_a_gateway_that_is_not_ready_does_not_say_so_with_every_probe(
     shared = {"log_format": "json", "key_prefix": "log-probes"}
     async with Pool(valkey.url, workers=0, gateway=shared) as pool:
         (gateway,) = pool.gateways
-        response, _ = await sse.fetch(f"{pool.url}/readyz")
-        assert response.status == 503
+        for probe in ("readyz", "health"):
+            response, _ = await sse.fetch(f"{pool.url}/{probe}")
+            assert response.status == 503
         await sse.fetch(f"{pool.url}/v1/{'x' * 300}?key={SECRET}")
         await until(lambda: bool(of(gateway, event="request.finished")), "it is logged")
         told = of(gateway, event="request.finished")
