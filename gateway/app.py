@@ -38,6 +38,8 @@ class Application(FastAPI):
     """
 
     gateway: Gateway
+    prefix: str
+    """A proxy's, of paths. Not FastAPI's `root_path`, which would be taken off once more."""
     cors: Cors
     spans: Spans | None
 
@@ -46,7 +48,7 @@ class Application(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        scope["path"] = route_path(scope["path"], self.root_path)
+        scope["path"] = route_path(scope["path"], self.prefix)
         exchange = Exchange(scope, send, self.cors)
         receive = exchange.watch(receive)
         if self.spans is not None and not exchange.probe:
@@ -85,12 +87,12 @@ def create_app(
     app = Application(
         title="Headrace",
         lifespan=lifespan,
-        root_path=settings.root_path,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
     )
     app.gateway = gateway
+    app.prefix = settings.root_path
     app.spans = spans
     app.cors = Cors(settings.cors_origins)
     app.router.redirect_slashes = False

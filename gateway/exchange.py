@@ -154,7 +154,7 @@ class Exchange:
 
     def finish(self, metrics: Metrics) -> None:
         """Count the request and write its line in the log."""
-        outcome = self.outcome or ("completed" if self.status < 400 else "invalid_request")
+        outcome = self.outcome or _outcome_of(self.status)
         if self.span is not None:
             self._end_span(self.span, outcome)
         duration_s = time.perf_counter() - self.started_at
@@ -196,6 +196,12 @@ class Exchange:
         served = outcome == "completed" or outcome in _CLIENTS_OWN or 400 <= self.status < 500
         name = f"{self.method} {self.endpoint}".rstrip()
         span.end(facts, name=name, failed="" if served else outcome)
+
+
+def _outcome_of(status: int) -> str:
+    if not status:  # The process ended first.
+        return "cut"
+    return "completed" if status < 400 else "invalid_request"
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
@@ -14,6 +16,11 @@ _MOST_PARTS = 1000
 """The worker, too, takes no more fields than that."""
 _MOST_FIELD_BYTES = 4096
 _NAMES = frozenset(Fields.__struct_fields__)
+_NAME_ENCODED = re.compile(rb";[ \t]*name[ \t]*\*", re.IGNORECASE)
+"""Not allowed in forms: some releases of the worker's parser read it, and ours doesn't."""
+
+# It warns of each form that is wrong, which is its client's affair and told to that.
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 def decode(body: bytes, content_type: str) -> Fields:
@@ -72,6 +79,8 @@ class _Parts:
         self._header = self._value = b""
 
     def _end_headers(self) -> None:
+        if _NAME_ENCODED.search(self._disposition):
+            raise InvalidRequest("The request's form has a field with an encoded name.")
         _, options = parse_options_header(self._disposition)
         name = options.get(b"name", b"").decode("utf-8", "replace")
         self._name = name if name in _NAMES and b"filename" not in options else ""

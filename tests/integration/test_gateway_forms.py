@@ -78,6 +78,12 @@ def test_what_is_taken_off_a_path(path: str, known: str) -> None:
     assert route_path(path, "/llm") == known
 
 
+async def test_a_prefix_that_routes_begin_with_is_taken_off_once(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, root_path="/v1") as (gateway, _):
+        assert (await sse.fetch(f"{gateway.url}/v1/v1/models"))[0].status == 200
+        assert (await sse.fetch(f"{gateway.url}/v1/v1/v1/models"))[0].status == 404
+
+
 @pytest.mark.parametrize("wrong", ["llm", "/llm/", "/a b", "/"])
 def test_a_prefix_that_is_none_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="root_path"):

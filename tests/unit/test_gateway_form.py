@@ -49,7 +49,12 @@ def test_large_uploads_are_read_fast() -> None:
 
 GOOD, SENT = upload({"model": "m"})
 
+ENCODED = (
+    b"--x\r\nContent-Disposition: form-data; name=\"a\"; name*=utf-8''model\r\n\r\nm\r\n--x--\r\n"
+)
+
 BAD = {
+    "an encoded name": (ENCODED, "a/b; boundary=x"),
     "empty": (b"", "multipart/form-data"),
     "no boundary": (GOOD, "multipart/form-data"),
     "empty boundary": (GOOD, "multipart/form-data; boundary="),
