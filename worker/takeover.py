@@ -47,16 +47,24 @@ class Takeover:
 
     async def run(self) -> None:
         """Look a few times a beat until cancelled."""
-        every_s = self._settings.beat_s / LOOKS_PER_BEAT
         while True:
-            # Workers that look at the same moment would all go for the same entries.
-            await asyncio.sleep(every_s * random.uniform(0.75, 1.25))
+            await asyncio.sleep(self._pause_s())
             try:
                 await self._look()
             except LanesLost:
                 self._late.clear()
             except QueueUnavailable:
                 self._late.clear()
+
+    def _pause_s(self) -> float:
+        """Return how long to wait: until the next look, or until an entry is late for a beat."""
+        beat_s = self._settings.beat_s
+        # Workers that look at the same moment would all go for the same entries.
+        pause_s = beat_s / LOOKS_PER_BEAT * random.uniform(0.75, 1.25)
+        if self._late:
+            due_s = min(self._late.values()) + beat_s - asyncio.get_running_loop().time()
+            pause_s = min(pause_s, max(due_s, 0) + beat_s * random.uniform(0.01, 0.05))
+        return pause_s
 
     async def _look(self) -> None:
         if not self._presence.sound():
