@@ -166,6 +166,8 @@ def say(line: str) -> None:
 
 async def main(seconds: float, seed: int) -> None:
     say(f"seed {seed}, {seconds:.0f} s")
+    # What the queue tells of each job is compared at the end: until then it is to know it.
+    kept = {"result_ttl_s": seconds + 300}
     scene = Scene(
         ROW,
         lambda *_: None,
@@ -174,6 +176,8 @@ async def main(seconds: float, seed: int) -> None:
         server=ValkeyServer(appendonly=True),
         gateway_proxy=True,
         worker_proxy=True,
+        gateway=kept,
+        worker=kept,
     )
     async with scene:
         chaos = Chaos(scene, seed)
