@@ -79,7 +79,6 @@ class Exchange:
         self._unasked = any(name == b"expect" for name, _ in scope["headers"])
         """The client holds its body back, and nobody has asked for it."""
         self.endpoint = ""
-        self.tenant = ""
         self.model = ""
         self.lane = ""
         self.job_id = ""

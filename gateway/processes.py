@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from gateway import ports
 from gateway.settings import GatewaySettings
 from shared.logs import Log
+from shared.settings import WRONG_SETTING
 
 log = Log("gateway")
 
@@ -30,7 +31,6 @@ _SOUND_S = 30.0
 _MARGIN_S = 14.0
 """Beyond the drain: what a gateway still does after it, and then it is killed."""
 _IDLE_S = 3600.0
-_WRONG_SETTING = 2
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,7 +46,7 @@ def spread(config: GatewaySettings) -> tuple[GatewaySettings, list[socket.socket
             port=config.port,
             reason=str(error),
         )
-        sys.exit(_WRONG_SETTING)
+        sys.exit(WRONG_SETTING)
     port = ports.port_of(held)
     folder = tempfile.mkdtemp(prefix="headrace-metrics-")
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
@@ -171,7 +171,7 @@ class Supervisor:
             early = code == -signal.SIGTERM  # Before it could drain there was nothing to drain.
             self.code = self.code or int(code != 0 and not early)
             return
-        if code == _WRONG_SETTING:
+        if code == WRONG_SETTING:
             self.code = code
             self._end(signal.SIGTERM)
             return

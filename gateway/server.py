@@ -20,6 +20,7 @@ from gateway.settings import GatewaySettings
 from shared import spans
 from shared.garbage import collect_rarely
 from shared.logs import Log
+from shared.settings import WRONG_SETTING
 
 if TYPE_CHECKING:
     from shared.otel import Spans
@@ -28,7 +29,6 @@ log = Log("gateway")
 
 _BROKEN_OFF = "ASGI callable returned without completing response."
 _LOOK_S = 0.05
-_WRONG_SETTING = 2
 _MARGIN_S = 5
 """Between the cutting of what is open and the end of the server's patience."""
 
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
                 port=self.config.port,
                 reason=str(leaving.__context__),
             )
-            sys.exit(_WRONG_SETTING)
+            sys.exit(WRONG_SETTING)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse what is new, stop listening, let the open requests end, then the application."""

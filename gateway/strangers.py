@@ -11,9 +11,9 @@ from shared.apikeys import KeyStore
 from shared.connection import Connections
 from shared.errors import HeadraceError
 from shared.keys import Keys
+from shared.settings import WRONG_SETTING
 
 _ASK_S = 3.0
-_WRONG_SETTING = 2
 
 
 async def keys_exist(config: GatewaySettings) -> bool | None:
@@ -38,4 +38,4 @@ def refuse_strangers(config: GatewaySettings) -> None:
             "one with headrace-admin keys create, or set HEADRACE_AUTH to keys (all are refused "
             "until there is one) or to open (anybody is served)\n"
         )
-        sys.exit(_WRONG_SETTING)
+        sys.exit(WRONG_SETTING)

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 from redis.asyncio import Redis
 
 from shared import protocol
@@ -59,7 +60,7 @@ class Registry:
     ) -> WorkerRecord | None:
         """Say that a worker is there, until its lease ends. `models` may be empty before start.
 
-        Returns what stood under its id before.
+        Returns what stood under its id before, if it can be read here.
         """
         keys = self._keys
         names = [keys.worker(worker.id), keys.workers(), keys.models()]
@@ -68,7 +69,10 @@ class Registry:
         for model in models:
             args += [model.name, protocol.encode(model)]
         before = await self._at(lambda redis: self._announce(redis, names, args))
-        return protocol.decode_worker(before) if before else None
+        try:
+            return protocol.decode_worker(before) if before else None
+        except msgspec.MsgspecError:
+            return None  # Another version's.
 
     async def leave(self, worker_id: str) -> None:
         """Say that a worker is gone."""

@@ -60,6 +60,8 @@ class RedisSettings(BaseSettings):
 
 
 S = TypeVar("S", bound=BaseSettings)
+WRONG_SETTING = 2
+"""Exit status of a process that can't start with what it was told."""
 
 
 def read(settings: type[S]) -> S:
@@ -76,4 +78,4 @@ def _leave(settings: type[BaseSettings], error: ValidationError) -> NoReturn:
         name = "_".join(str(part) for part in fault["loc"]).upper()
         variable = f" {prefix}{name}" if name else ""  # What is wrong with several names them.
         sys.stderr.write(f"headrace: wrong setting{variable}: {fault['msg']}\n")
-    sys.exit(2)
+    sys.exit(WRONG_SETTING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from shared.settings import RedisSettings
+from shared.settings import WRONG_SETTING, RedisSettings
 
 if TYPE_CHECKING:
     from shared.otel import Spans
@@ -22,4 +22,4 @@ def start(settings: RedisSettings, service: str, instance: str) -> Spans | None:
     except ImportError as error:
         hint = "OpenTelemetry is not installed: pip install 'headrace[tracing]'"
         sys.stderr.write(f"headrace: wrong setting HEADRACE_TRACING: {hint} ({error})\n")
-        sys.exit(2)
+        sys.exit(WRONG_SETTING)

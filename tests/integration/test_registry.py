@@ -86,6 +86,12 @@ async def test_each_announcement_renews_and_replaces(registry: Registry, redis: 
     assert [one.running for one in (await registry.snapshot()).workers] == [2]
 
 
+async def test_another_versions_record_is_replaced_unread(registry: Registry, redis: Redis) -> None:
+    await redis.set(KEYS.worker("w1"), b"\xc1")
+    assert await registry.announce(worker(), [MODEL], lease_s=3) is None
+    assert [one.id for one in (await registry.snapshot()).workers] == ["w1"]
+
+
 async def test_a_lapsed_worker_is_forgotten_its_model_is_not(
     registry: Registry, redis: Redis
 ) -> None:
