@@ -166,7 +166,7 @@ class WorkerLost(HeadraceError):
 
 
 class Poisoned(HeadraceError):
-    """The request has cost more than one worker and is not tried again."""
+    """The request has cost several workers and is not tried again."""
 
     code = "poisoned"
 

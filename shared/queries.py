@@ -29,7 +29,7 @@ class Queries:
         keys: Keys,
         *,
         result_ttl_s: float,
-        max_strikes: int = 2,
+        max_strikes: int = 3,
         shebang: bool = True,
     ) -> None:
         self._clients = clients_of(redis)

@@ -35,7 +35,7 @@ PREDECESSOR_S = 0.001
 """How late an entry must be to be taken over from an earlier process of the same name."""
 BLOCK_S = 1.0
 SUSPECT_POLL_S = 0.02
-"""How often to look, while a suspect keeps the others waiting, whether it has got further."""
+"""How often to look, while suspects keep others waiting, whether they have got further."""
 FULL_POLL_S = 0.02
 """How often to look again while the engine, not its seats, has no room."""
 
@@ -76,6 +76,8 @@ class Claims:
         """Whether what is ours can only be of this process, not of one before it with its name."""
         self._unsure = True
         """Whether entries may be ours without our knowing: a reply was lost."""
+        self._crowded = False
+        """Whether a suspect was handed back that must wait until no other runs here."""
 
     def tag(self) -> str:
         """Return the tag of its keys."""
@@ -150,8 +152,9 @@ class Claims:
             await self._running.changed(timeout_s=FULL_POLL_S)
             return
         worker = self._settings.worker_id
-        # What was handed back may be suspect; while one suspect runs, no other is claimed.
-        returned = not self._running.suspect
+        # What was handed back may be suspect. One that can't run beside others waits for them.
+        self._crowded = self._crowded and self._running.suspect
+        returned = not self._crowded and self._running.takes_suspect()
         claimed = await self._transitions.claim(self.tag(), limits, worker, returned=returned)
         if not claimed:
             claimed = await self._wait(tuple(limits), returned)
@@ -179,7 +182,8 @@ class Claims:
 
     async def take_over(self, claimed: Claimed) -> bool:
         """Adopt another worker's job whose lease has lapsed; False if there is no room now."""
-        if self._stopping or self._running.suspect or self._free(claimed.lane) <= 0:
+        room = self._free(claimed.lane) > 0 and self._running.takes_suspect()
+        if self._stopping or not room:
             return False
         await self._adopt(claimed, idle_s=self._settings.lease_s)
         return True
@@ -221,8 +225,10 @@ class Claims:
 
     def _refuses(self, adopted: Adopted) -> bool:
         """Tell whether a job can't be started here now, though it was claimed."""
-        suspects = adopted.strikes > 0 and self._running.suspect
-        return self._stopping or suspects or self._free(adopted.claimed.lane) <= 0
+        strikes = adopted.strikes
+        crowded = strikes > 0 and not self._running.takes_suspect(strikes)
+        self._crowded = self._crowded or crowded
+        return self._stopping or crowded or self._free(adopted.claimed.lane) <= 0
 
 
 async def _none(adopted: Adopted) -> bool:

@@ -396,7 +396,11 @@ async def test_a_job_that_costs_workers_without_progress_is_poisoned(pool: Pool)
     second = await pool.transitions.adopt(lost.claimed, "o2", "w2", idle_s=60)
     assert isinstance(second, Adopted)
     await _late(pool, second)
-    assert await pool.transitions.adopt(lost.claimed, "o3", "w3", idle_s=60) == "poisoned"
+    third = await pool.transitions.adopt(lost.claimed, "o3", "w3", idle_s=60)
+    assert isinstance(third, Adopted)
+    assert third.strikes == 2
+    await _late(pool, third)
+    assert await pool.transitions.adopt(lost.claimed, "o4", "w4", idle_s=60) == "poisoned"
     end = decode_frame((await pool.log(lost.job))[-1]).end
     assert end is not None
     assert (end.outcome, end.code) == ("failed", "poisoned")
@@ -404,7 +408,7 @@ async def test_a_job_that_costs_workers_without_progress_is_poisoned(pool: Pool)
     rows: Any = await pool.redis.xrange(pool.keys.dead(TAG))
     ((_, dead),) = rows
     assert dead[b"j"].decode() == lost.job.id
-    assert [line.split()[1] for line in dead[b"history"].splitlines()] == [b"w1", b"w2"]
+    assert [line.split()[1] for line in dead[b"history"].splitlines()] == [b"w1", b"w2", b"w3"]
     assert dead[b"rec"] == encode(lost.job)
 
 
@@ -741,12 +745,14 @@ async def test_a_job_can_be_handed_back_again_and_again(pool: Pool) -> None:
 
 async def test_a_job_handed_back_with_blame_gets_a_strike(pool: Pool) -> None:
     adopted = await pool.adopt()
+    for strikes in (1, 2):
+        assert await pool.transitions.hand_back(adopted, blame=True)
+        (claimed,) = await pool.claim()
+        again = await pool.transitions.adopt(claimed, f"o{strikes}", "w1")
+        assert isinstance(again, Adopted)
+        assert (again.attempts, again.strikes) == (1 + strikes, strikes)
+        adopted = again
     assert await pool.transitions.hand_back(adopted, blame=True)
-    (claimed,) = await pool.claim()
-    second = await pool.transitions.adopt(claimed, "o2", "w1")
-    assert isinstance(second, Adopted)
-    assert (second.attempts, second.strikes) == (2, 1)
-    assert await pool.transitions.hand_back(second, blame=True)
     (claimed,) = await pool.claim()
     assert await pool.transitions.adopt(claimed, "o3", "w1") == "poisoned"
     assert await pool.depth() == 0

@@ -394,14 +394,24 @@ async def test_each_adoption_has_an_owner_of_its_own() -> None:
     assert all(len(owner) >= 16 for owner in bench.queue.owners)
 
 
-# One suspect at a time
+# Suspects
 
 
-async def test_one_suspect_runs_at_a_time() -> None:
+async def test_suspects_of_one_strike_run_together() -> None:
+    bench = Bench(seats=4)
+    suspects = jobs(3)
+    bench.queue.strikes = {job.id: 1 for job in suspects}
+    bench.queue.put(*suspects)
+    async with claiming(bench):
+        await bench.begun(3)
+    assert bench.queue.handed_back == []
+
+
+async def test_a_suspect_of_two_strikes_runs_alone() -> None:
     bench = Bench(seats=4)
     suspects = jobs(2)
     for job in suspects:
-        bench.queue.strikes[job.id] = 1
+        bench.queue.strikes[job.id] = 2
     bench.queue.put(*suspects)
     async with claiming(bench):
         await bench.begun(1)
