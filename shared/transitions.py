@@ -376,15 +376,16 @@ class Transitions(Queries):
         names = [*streams] + [self._keys.job(one.job.id) for one in owned]
         return [word.decode() for word in await self._call("beat", names, args)]
 
-    async def hand_back(self, adopted: Adopted, *, blame: bool = False) -> bool:
+    async def hand_back(self, adopted: Adopted, *, blame: bool = False, begun: bool = True) -> bool:
         """Give a job back to the pool; False if it was no longer this worker's.
 
-        `blame` counts a strike against it: its engine failed while it ran.
+        `blame` counts a strike against it: its engine failed while it ran. One that was never
+        `begun` leaves no line in its history.
         """
         job = adopted.job
         reply = await self._call(
             "hand_back",
             [self._keys.job(job.id), *self._lanes(job.id, job.lane)],
-            [job.id, adopted.owner, LANE_TTL_MS, int(blame)],
+            [job.id, adopted.owner, LANE_TTL_MS, int(blame), int(begun)],
         )
         return bool(reply[0] == b"ok")

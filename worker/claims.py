@@ -204,7 +204,7 @@ class Claims:
             if adopted != "held":
                 log.info("job.dropped", job=claimed.job_id, reason=adopted)
         elif self._refuses(adopted):
-            await self._transitions.hand_back(adopted)
+            await self._transitions.hand_back(adopted, begun=False)
             log.info("job.handed_back", **about(adopted.job), lane=claimed.lane)
         elif await self._dropped(adopted):
             log.info("job.dropped", **about(adopted.job), reason="abandoned")

@@ -743,6 +743,17 @@ async def test_a_job_can_be_handed_back_again_and_again(pool: Pool) -> None:
         adopted = again
 
 
+async def test_a_job_handed_back_unbegun_has_no_line_of_it_in_its_history(pool: Pool) -> None:
+    adopted = await pool.adopt()
+    assert await pool.transitions.hand_back(adopted)
+    (claimed,) = await pool.claim()
+    again = await pool.transitions.adopt(claimed, "o2", "w2")
+    assert isinstance(again, Adopted)
+    assert await pool.transitions.hand_back(again, begun=False)
+    history: Any = await pool.redis.hget(pool.keys.job(adopted.job.id), "history")
+    assert [line.split()[1] for line in history.splitlines()] == [b"w1"]
+
+
 async def test_a_job_handed_back_with_blame_gets_a_strike(pool: Pool) -> None:
     adopted = await pool.adopt()
     for strikes in (1, 2):

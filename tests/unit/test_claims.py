@@ -130,7 +130,8 @@ class Queue(Transitions):
         strikes = self.strikes.get(job.id, 0)
         return Adopted(job, claimed, owner, 1, 0, 60, 0.01, strikes)
 
-    async def hand_back(self, adopted: Adopted, *, blame: bool = False) -> bool:
+    async def hand_back(self, adopted: Adopted, *, blame: bool = False, begun: bool = True) -> bool:
+        assert not begun
         del self.held[adopted.claimed.entry]
         self.handed_back.append(adopted.job.id)
         self.back.append(adopted.job)
