@@ -8,12 +8,12 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 |---|---|---|---|---|---|
 | `{p}:{tag}:lane:<lane>` | stream | one entry per job, queued or running: `j` | 7 days, renewed by submit | submit, finish, cancel, adopt | worker |
 | `{p}:{tag}:lane:<lane>:returned` | stream | the same, handed back: claimed before the lane | as above | hand back | worker |
-| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream tenant readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
-| `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, field `f` | as the job's | publish, finish, cancel, adopt | gateway |
+| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream tenant readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
+| `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, `f` = the channel's message | as the job's | publish, finish, cancel, adopt | gateway |
 | `{p}:{tag}:cancel:<id>` | string | a cancel that came before its job | 1 minute | cancel | submit |
 | `{p}:{<digest>}:request` | string | an idempotency key's hash → `<fingerprint> <job>` | time-out + result TTL | remember | gateway |
 | `{p}:{tag}:dead` | stream | jobs that cost too many workers: `j rec history`, the last 1,000 | 7 days, renewed | adopt; admin deletes | admin |
-| `{p}:{tag}:ch:<id>` | channel | the job's frames, `<seq> <frame>` | | with the log | gateway |
+| `{p}:{tag}:ch:<id>` | channel | the job's frames, `<seq> <owner> <base> <frame>` | | with the log | gateway |
 | `{p}:{tag}:ctl:<worker>` | channel | nudges: `cancel <job> <owner> <reason>`, `drain` | | cancel, admin | worker |
 | `{p}:{registry}:workers` | set | ids of workers | 1 hour, renewed by each beat | worker | gateway |
 | `{p}:{registry}:worker:<id>` | string | `WorkerRecord`, MessagePack | the worker's lease | worker | gateway |

@@ -57,10 +57,10 @@ class Append(Struct, frozen=True, gc=False):
 
     job_id: str
     owner: str
-    base: int
     first: int
-    """Sequence number of the first body."""
-    bodies: Sequence[bytes]
+    """Number of the first message."""
+    messages: Sequence[bytes]
+    """As `protocol.seal_message` makes them."""
 
 
 @dataclass(frozen=True)

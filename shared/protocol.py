@@ -174,13 +174,17 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     """An encoded `Frame`."""
 
 
+def stamp(owner: str, base: int) -> bytes:
+    """Return what stands between the number and the body of all messages of one owner."""
+    return b" %b %d " % (owner.encode(), base)
+
+
+def seal_message(seq: int, stamped: bytes, body: bytes) -> bytes:
+    """Return a frame as it stands in the job's log and goes to its channel."""
+    return b"%d%b%b" % (seq, stamped, body)
+
+
 def open_message(message: bytes) -> Envelope:
-    """Take apart a message of a job's channel: `<seq> <owner> <base> <body>`."""
+    """Take apart a frame from a job's log or channel: `<seq> <owner> <base> <body>`."""
     seq, owner, base, body = message.split(b" ", 3)
     return Envelope(int(seq), owner, int(base), body)
-
-
-def open_entry(entry_id: bytes, entry: bytes) -> Envelope:
-    """Take apart an entry of a job's log: id `<seq>-0`, field `f` `<owner> <base> <body>`."""
-    owner, base, body = entry.split(b" ", 2)
-    return Envelope(int(entry_id.split(b"-", 1)[0]), owner, int(base), body)

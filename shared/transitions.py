@@ -261,8 +261,8 @@ class Transitions(Queries):
         for append in appends:
             job, log, channel = written(prefix, append.job_id)
             names += (job, log)
-            bodies = append.bodies
-            args += (append.owner, append.base, channel, append.first, len(bodies), *bodies)
+            messages = append.messages
+            args += (append.owner, channel, append.first, len(messages), *messages)
         return names, args
 
     def _finish_call(self, finish: Finish) -> tuple[list[str], list[Any]]:
@@ -385,7 +385,11 @@ class Transitions(Queries):
         job = adopted.job
         reply = await self._call(
             "hand_back",
-            [self._keys.job(job.id), *self._lanes(job.id, job.lane)],
+            [
+                self._keys.job(job.id),
+                *self._lanes(job.id, job.lane),
+                self._keys.log(job.id),
+            ],
             [job.id, adopted.owner, LANE_TTL_MS, int(blame), int(begun)],
         )
         return bool(reply[0] == b"ok")

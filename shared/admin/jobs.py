@@ -137,7 +137,7 @@ async def _log(access: Access, job_id: str, *, ended: bool) -> tuple[int, Error 
     frames, ttl_ms, last = await access.at(tag_of(job_id), read)
     if not last:
         return frames, None, ttl_ms
-    end = protocol.decode_frame(protocol.open_entry(last[0][0], last[0][1][b"f"]).body).end
+    end = protocol.decode_frame(protocol.open_message(last[0][1][b"f"]).body).end
     error = Error(code=end.code, message=end.message) if end and end.code else None
     return frames, error, ttl_ms
 

@@ -2,15 +2,15 @@
 -- Writes the terminal frame to the log and the channel, deletes the lane's entry, frees the record
 -- and gives what stays a TTL. `stream` is the lane stream that holds the job's entry.
 local function end_job(job, log, stream, channel, owner, base, seq, body, outcome, usage, ttl_ms)
-  local frame = owner .. ' ' .. base .. ' ' .. body
-  redis.call('XADD', log, seq .. '-0', 'f', frame)
-  redis.call('PUBLISH', channel, seq .. ' ' .. frame)
+  local message = seq .. ' ' .. owner .. ' ' .. base .. ' ' .. body
+  redis.call('XADD', log, seq .. '-0', 'f', message)
+  redis.call('PUBLISH', channel, message)
   local entry = redis.call('HGET', job, 'entry')
   redis.call('XACK', stream, 'workers', entry)
   redis.call('XDEL', stream, entry)
   local now = redis.call('TIME')
-  redis.call('HSET', job, 'state', 'done', 'outcome', outcome, 'ended_by', owner, 'seq', seq,
-    'usage', usage, 'finished', now[1] * 1000 + math.floor(now[2] / 1000))
+  redis.call('HSET', job, 'state', 'done', 'outcome', outcome, 'ended_by', owner, 'usage', usage,
+    'finished', now[1] * 1000 + math.floor(now[2] / 1000))
   redis.call('HDEL', job, 'rec', 'owner')
   redis.call('PEXPIRE', job, ttl_ms)
   redis.call('PEXPIRE', log, ttl_ms)

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from shared.admin.__main__ import main
 from shared.connection import connect
 from shared.keys import Keys, new_job_id, tag
-from shared.outcomes import Adopted, Append, Finish, Submitted
+from shared.outcomes import Adopted, Finish, Submitted
 from shared.protocol import (
     End,
     Frame,
@@ -31,6 +31,7 @@ from shared.protocol import (
 from shared.registry import Registry
 from shared.settings import RedisSettings
 from shared.transitions import Transitions
+from tests.support.appends import append_of
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
 
@@ -141,7 +142,7 @@ class Queue:
 
     async def publish(self, adopted: Adopted) -> None:
         body = encode(Frame([ANSWER.encode()]))
-        append = Append(adopted.job.id, adopted.owner, adopted.base, adopted.base + 1, [body])
+        append = append_of(adopted.job.id, adopted.owner, adopted.base, adopted.base + 1, [body])
         await self.transitions.write([append], [])
 
     async def finish(self, adopted: Adopted, seq: int = 1, **end: Any) -> None:

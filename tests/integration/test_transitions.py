@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from shared.connection import connect
 from shared.keys import GROUP, LANES, Keys, new_job_id
-from shared.outcomes import Adopted, Append, Claimed, Finish, Submitted, Verdict
+from shared.outcomes import Adopted, Claimed, Finish, Submitted, Verdict
 from shared.protocol import (
     NOBODY,
     End,
@@ -26,6 +26,7 @@ from shared.protocol import (
 )
 from shared.settings import RedisSettings
 from shared.transitions import Transitions
+from tests.support.appends import append_of
 from tests.support.valkey import ValkeyServer
 from tests.wire.records import TAG, make_job
 
@@ -60,7 +61,7 @@ class Pool:
         return adopted
 
     async def publish(self, adopted: Adopted, first: int, *bodies: bytes) -> Verdict:
-        append = Append(adopted.job.id, adopted.owner, adopted.base, first, bodies)
+        append = append_of(adopted.job.id, adopted.owner, adopted.base, first, bodies)
         (verdict,), _ = await self.transitions.write([append], [])
         return verdict
 
@@ -470,11 +471,11 @@ async def test_one_publish_serves_many_jobs_each_with_its_verdict(pool: Pool) ->
     fine, fenced, gap, cancelled = [await pool.adopt(owner=f"o{n}") for n in range(4)]
     await pool.transitions.cancel(cancelled.job.id, "interactive", "expired")
     appends = [
-        Append(fine.job.id, "o0", 0, 1, [b"a", b"b"]),
-        Append(fenced.job.id, "zombie", 0, 1, [b"x", b"y", b"z"]),
-        Append(gap.job.id, "o2", 0, 5, [b"x"]),
-        Append("0" * 32, "o9", 0, 1, [b"x"]),
-        Append(cancelled.job.id, "o3", 0, 1, [b"c"]),
+        append_of(fine.job.id, "o0", 0, 1, [b"a", b"b"]),
+        append_of(fenced.job.id, "zombie", 0, 1, [b"x", b"y", b"z"]),
+        append_of(gap.job.id, "o2", 0, 5, [b"x"]),
+        append_of("0" * 32, "o9", 0, 1, [b"x"]),
+        append_of(cancelled.job.id, "o3", 0, 1, [b"c"]),
     ]
     verdicts, _ = await pool.transitions.write(appends, [])
     assert [(v.word, v.seq) for v in verdicts] == [
@@ -550,7 +551,7 @@ async def test_a_finish_of_a_job_that_is_lost_is_fenced(pool: Pool) -> None:
 
 async def test_frames_and_end_in_one_call(pool: Pool) -> None:
     one, two = await pool.adopt(owner="o1"), await pool.adopt(owner="o2")
-    appends = [Append(o.job.id, o.owner, 0, 1, [b"a", b"b"]) for o in (one, two)]
+    appends = [append_of(o.job.id, o.owner, 0, 1, [b"a", b"b"]) for o in (one, two)]
     verdicts, ended = await pool.transitions.write(appends, [_finish(one, 3), _finish(two, 4)])
     assert verdicts == [Verdict("ok", 2)] * 2
     assert ended == [Verdict("ok"), Verdict("gap", 2)]
@@ -855,7 +856,7 @@ async def test_a_server_that_forgot_its_scripts_is_taught_again(pool: Pool) -> N
     adopted = await pool.transitions.adopt(claimed, "o1", "w1")
     assert isinstance(adopted, Adopted)
     await pool.redis.script_flush()
-    append = Append(job.id, "o1", 0, 1, [b"a"])
+    append = append_of(job.id, "o1", 0, 1, [b"a"])
     verdicts, ended = await pool.transitions.write([append], [_finish(adopted, 2)])
     assert (verdicts, ended) == ([Verdict("ok", 1)], [Verdict("ok")])
     assert await pool.log(job) == [b"a", END]
@@ -872,7 +873,7 @@ async def test_one_unknown_script_of_two_in_a_pipeline(pool: Pool, known: str) -
         await pool.publish(other, 1, BODY)
     else:
         await pool.finish(other, 1)
-    append = Append(adopted.job.id, "o1", 0, 1, [b"a"])
+    append = append_of(adopted.job.id, "o1", 0, 1, [b"a"])
     verdicts, ended = await pool.transitions.write([append], [_finish(adopted, 2)])
     assert (verdicts, ended) == ([Verdict("ok", 1)], [Verdict("ok")])
     assert await pool.log(adopted.job) == [b"a", END]

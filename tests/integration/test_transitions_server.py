@@ -13,11 +13,12 @@ from redis.asyncio import Redis
 from shared.connection import connect, connect_blocking
 from shared.errors import LanesLost, QueueFull, QueueUnavailable
 from shared.keys import Keys
-from shared.outcomes import Adopted, Append, Finish, Verdict
+from shared.outcomes import Adopted, Finish, Verdict
 from shared.protocol import End, Frame, ModelRecord, WorkerRecord, encode
 from shared.registry import Registry
 from shared.settings import RedisSettings
 from shared.transitions import Transitions
+from tests.support.appends import append_of
 from tests.support.proxy import TcpProxy
 from tests.support.valkey import ValkeyServer
 from tests.wire.records import TAG, make_job
@@ -89,7 +90,7 @@ async def test_a_full_server_takes_no_new_work_and_finishes_what_it_has(
     with pytest.raises(QueueFull):
         await transitions.submit(refused, limit=9, timeout_s=60)
 
-    append = Append(done.job.id, done.owner, 0, 1, [b"a"])
+    append = append_of(done.job.id, done.owner, 0, 1, [b"a"])
     verdicts, ended = await transitions.write([append], [_finish(done, 2)])
     assert (verdicts, ended) == ([Verdict("ok", 1)], [Verdict("ok")])
     assert (await transitions.cancel(queued.id, queued.lane)).word == "queued"
@@ -138,7 +139,7 @@ async def test_after_data_loss_lanes_are_made_again(transitions: Transitions, re
         await transitions.wait_claim(redis, TAG, ["interactive"], "w1", 0.01)
     with pytest.raises(LanesLost):
         await transitions.pending(TAG, worker="w1")
-    append = Append(lost.job.id, lost.owner, 0, 1, [b"a"])
+    append = append_of(lost.job.id, lost.owner, 0, 1, [b"a"])
     verdicts, ended = await transitions.write([append], [_finish(lost, 2)])
     assert [v.word for v in verdicts + ended] == ["fenced", "fenced"]
     assert await transitions.beat(TAG, "w1", [lost]) == ["fenced"]
@@ -215,7 +216,7 @@ async def test_every_call_says_so_when_the_server_is_away() -> None:
         transitions.claim(TAG, BOTH, "w1"),
         transitions.pending(TAG, worker="w1"),
         transitions.wait_claim(redis, TAG, ["batch"], "w1", 0.01),
-        transitions.write([Append(job.id, "o", 0, 1, [b"a"])], []),
+        transitions.write([append_of(job.id, "o", 0, 1, [b"a"])], []),
         transitions.cancel(job.id, job.lane),
         transitions.beat(TAG, "w1", []),
         transitions.lane_of(job.id),
@@ -266,7 +267,7 @@ async def test_a_lost_reply_makes_no_second_job(server: ValkeyServer) -> None:
         claimed = await transitions.claim(TAG, BOTH, "w1")
         adopted = await transitions.adopt(claimed[1], "o1", "w1")
         assert isinstance(adopted, Adopted)
-        append = Append(job.id, "o1", 0, 1, [b"needle"])
+        append = append_of(job.id, "o1", 0, 1, [b"needle"])
         proxy.cut_after(b"needle")
         with pytest.raises(QueueUnavailable):
             await transitions.write([append], [_finish(adopted, 2)])
