@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings
 from starlette.routing import Route
 
 import gateway.errors  # noqa: F401  (its errors belong to the tree)
+from gateway import limits
 from gateway.app import create_app
 from gateway.endpoints import ENDPOINTS
 from gateway.metrics import Metrics
@@ -175,6 +176,17 @@ def test_errors_are_documented_with_status_and_advice() -> None:
     assert documented == {
         kind.code: (str(kind.status), "yes" if kind.retryable else "") for kind in ours
     }
+
+
+def test_the_table_of_limits_is_the_gateways() -> None:
+    documented: dict[str, tuple[set[str], str]] = {}
+    for bound, cells in _section("Limits", "api.md").items():
+        default = cells[2].replace(",", "").replace("256 KiB", "262144").split()[0]
+        documented[bound.lower()] = (set(re.findall(r"`(\w+)`", cells[1])), default)
+    for setting, _, names in limits.BOUNDS:
+        assert set(names.split()) <= documented[setting][0], setting
+    defaults = {name: str(GatewaySettings.model_fields[name].default) for name in documented}
+    assert {name: default for name, (_, default) in documented.items()} == defaults
 
 
 def test_the_table_of_endpoints_is_the_gateways() -> None:
