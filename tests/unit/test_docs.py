@@ -22,7 +22,7 @@ from gateway.endpoints import ENDPOINTS
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from shared import protocol
-from shared.errors import HeadraceError
+from shared.errors import HeadraceError, tree
 from shared.keys import Keys
 from shared.settings import RedisSettings
 from worker.engine.simulated import SimulatedSettings
@@ -165,12 +165,8 @@ def test_records_are_documented(record: str) -> None:
 # The HTTP side
 
 
-def _tree(root: type[HeadraceError]) -> list[type[HeadraceError]]:
-    return [root, *(c for child in root.__subclasses__() for c in _tree(child))]
-
-
 def test_errors_are_documented_with_status_and_advice() -> None:
-    ours = [c for c in _tree(HeadraceError) if c.__module__.split(".")[0] in ("shared", "gateway")]
+    ours = [c for c in tree(HeadraceError) if c.__module__.split(".")[0] in ("shared", "gateway")]
     rows = _section("Errors", "api.md")
     documented = {code: (cells[1], cells[2]) for code, cells in rows.items()}
     assert documented == {
