@@ -17,7 +17,7 @@ import uvloop
 from benchmarks import report
 from benchmarks.figures import Options, Part
 from benchmarks.layout import Layout
-from benchmarks.parts import memory, peers, real_engine, redis_cost, resume, streams, ttft
+from benchmarks.parts import bodies, memory, peers, real_engine, redis_cost, resume, streams, ttft
 
 RESULTS = Path(".headrace/bench")
 PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
@@ -26,6 +26,7 @@ PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
     "memory": memory.run,
     "redis": redis_cost.run,
     "resume": resume.run,
+    "bodies": bodies.run,
     "vllm": real_engine.run,
     "peers": peers.run,
 }
