@@ -39,7 +39,7 @@ _DIGITS = b"0123456789"
 _MOST_SEQUENCES = 65_536
 _DEEP = 500
 """Less than what the parser takes, which is not the same everywhere."""
-_BIG_BYTES = 256 << 10
+BIG_BYTES = 256 << 10
 """Larger bodies are looked at in a thread, so that nobody else waits for it."""
 _LINGER_S = 2.0
 _LINGER_BYTES = 256 << 20
@@ -169,7 +169,7 @@ def _check_type(content_type: str | None, *, form: bool) -> None:
 
 async def checked(body: bytes, settings: GatewaySettings) -> Fields:
     """Decode a body and hold it to the limits. Raises `InvalidJSON`, `InvalidRequest`."""
-    if len(body) > _BIG_BYTES:
+    if len(body) > BIG_BYTES:
         return await asyncio.to_thread(_checked, body, settings)
     return _checked(body, settings)
 
