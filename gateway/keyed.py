@@ -71,7 +71,7 @@ class KeyedRequests:
 
 
 def fingerprint_of(job: Job) -> str:
-    """Return the hash of what a job asks. A form is its parts: SDKs make up a boundary each time."""
+    """Return the hash of what a job asks: of a form's parts, whose boundary is new each time."""
     if job.content_type.lower().startswith(FORM_TYPE):
         return _hash(job.path.encode(), *form.parts(job.body, job.content_type))
     return _hash(job.path.encode(), job.body)
