@@ -17,7 +17,17 @@ import uvloop
 from benchmarks import report
 from benchmarks.figures import Options, Part
 from benchmarks.layout import Layout
-from benchmarks.parts import memory, peers, real_engine, redis_cost, resume, streams, ttft
+from benchmarks.parts import (
+    admission,
+    bodies,
+    memory,
+    peers,
+    real_engine,
+    redis_cost,
+    resume,
+    streams,
+    ttft,
+)
 
 RESULTS = Path(".headrace/bench")
 PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
@@ -26,6 +36,8 @@ PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
     "memory": memory.run,
     "redis": redis_cost.run,
     "resume": resume.run,
+    "admission": admission.run,
+    "bodies": bodies.run,
     "vllm": real_engine.run,
     "peers": peers.run,
 }

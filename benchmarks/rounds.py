@@ -153,6 +153,7 @@ async def _ask_again(
             content = f"question {chooser.getrandbits(32)}"
             fields = {"max_tokens": tokens, "messages": [{"role": "user", "content": content}]}
             async with asyncio.timeout(10):
-                answers.append(await connection.ask(chat_request(target.port, fields)))
+                request = chat_request(target.port, fields, target.headers)
+                answers.append(await connection.ask(request))
     finally:
         connection.close()

@@ -31,6 +31,8 @@ class Target:
     port: int
     pids: Mapping[str, int]
     valkey: ValkeyServer | None = None
+    headers: str = ""
+    """Lines that each request has besides its own."""
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from gateway.exchange import Exchange, exchange_of
 from gateway.gateway import Gateway
 from gateway.handlers import install
 from gateway.health import Health
+from gateway.openapi import describe
 from gateway.paths import route_path
 from gateway.settings import GatewaySettings
 from shared.logs import Log
@@ -127,6 +128,9 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
         await gateway.models.known()
         return _json({"version": gateway.models.engines()})
 
+    async def openapi(request: Request) -> Response:
+        return _json(describe(app.routes))
+
     async def stored(request: Request) -> Response:
         await gateway.identify(request)
         raise NotStored
@@ -151,6 +155,7 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
     app.add_route("/health", health.health, methods=["GET"])
     app.add_route("/metrics", health.metrics, methods=["GET"])
     app.add_route("/version", version, methods=["GET"])
+    app.add_route("/openapi.json", openapi, methods=["GET"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/models/{name:path}", model, methods=["GET"])
     app.add_route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"])

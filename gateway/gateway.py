@@ -198,7 +198,10 @@ class Gateway:
         raw: bytes,
     ) -> ASGIApp:
         content_type = request.headers["content-type"] if endpoint.takes_form else JSON_TYPE
-        fields = form.decode(raw, content_type) if endpoint.takes_form else body.decode(raw)
+        if endpoint.takes_form:
+            fields = form.decode(raw, content_type)
+        else:
+            fields = await body.checked(raw, self.settings)
         if endpoint.path == "/v1/responses":
             body.refuse_stored_state(fields)
         asks_stream = endpoint.streams and fields.asks_stream

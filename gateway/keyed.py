@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from hashlib import blake2b
 
 import msgspec
 
+from gateway import form
+from gateway.body import BIG_BYTES, FORM_TYPE
 from gateway.errors import IdempotencyConflict
 from gateway.relay import JobStream
 from gateway.submit import Submitter
@@ -42,7 +45,8 @@ class KeyedRequests:
         A job that ended without an answer (cancelled, expired, failed) gives way to a new one.
         """
         digest = _hash(job.tenant.encode(), key.encode())
-        fingerprint = _hash(job.path.encode(), job.body)
+        large = len(job.body) > BIG_BYTES
+        fingerprint = await asyncio.to_thread(fingerprint_of, job) if large else fingerprint_of(job)
         instead = ""
         for _ in range(_TRIES):
             found = await self._transitions.remember(
@@ -64,6 +68,13 @@ class KeyedRequests:
             instead = found
             job = msgspec.structs.replace(job, id=new_id())
         raise Unavailable
+
+
+def fingerprint_of(job: Job) -> str:
+    """Return the hash of what a job asks: of a form's parts, whose boundary is new each time."""
+    if job.content_type.lower().startswith(FORM_TYPE):
+        return _hash(job.path.encode(), *form.parts(job.body, job.content_type))
+    return _hash(job.path.encode(), job.body)
 
 
 def _hash(*parts: bytes) -> str:

@@ -41,6 +41,22 @@ class GatewaySettings(RedisSettings):
     """Largest request body; above it 413."""
     max_header_bytes: Bytes = 64 << 10
     """Largest request target and headers; above it 431."""
+    max_choices: int = Field(128, ge=1, le=65_536)
+    """Most answers that one request can ask for, `n`; above this and what follows 400."""
+    max_request_logprobs: int = Field(1000, ge=0, le=1_000_000)
+    """Most log probabilities per token that a request can ask for."""
+    max_stops: int = Field(256, ge=1, le=65_536)
+    """Most stop strings, stop tokens or bad words of a request."""
+    max_logit_bias: int = Field(32_768, ge=1, le=1_000_000)
+    """Most tokens that a request can weigh in `logit_bias`."""
+    max_list_items: int = Field(4096, ge=1, le=1_000_000)
+    """Most messages, parts of one, tools or inputs of a request, and inputs times choices."""
+    max_schema_bytes: Bytes = 256 << 10
+    """Largest schema or grammar that an answer is to follow, and largest tool."""
+    max_json_depth: int = Field(100, ge=8, le=500)
+    """Deepest nesting of a request's JSON."""
+    max_json_values: int = Field(1_000_000, ge=1000, le=100_000_000)
+    """Most values in a request's JSON, tokens of a prompt among them."""
     body_timeout_s: Seconds = 60
     """Longest wait for a request's body."""
     request_timeout_s: Seconds = 600

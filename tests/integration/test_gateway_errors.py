@@ -49,6 +49,22 @@ def check_error(response: sse.Response, raw: bytes, status: int, code: str) -> d
     return error
 
 
+async def test_costly_requests_are_refused_before_a_worker_is_asked(pair: Pair) -> None:
+    gateway, worker = pair
+    for endpoint in ENDPOINTS:
+        if endpoint.takes_form:
+            continue
+        fields = {**WHOLE, "stream": True, "n": 10**6}
+        response, raw = await sse.fetch(gateway.url + endpoint.path, fields)
+        if endpoint.path.startswith("/v1/messages"):
+            assert response.status == 400
+            assert json.loads(raw)["error"]["type"] == "invalid_request_error"
+        else:
+            error = check_error(response, raw, 400, "above_limit")
+            assert (error["type"], error["param"]) == ("invalid_request_error", "n")
+    assert await worker.job_ids() == []
+
+
 async def test_bad_bodies(pair: Pair) -> None:
     gateway, worker = pair
     for name, content in BAD.items():
