@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -130,11 +130,12 @@ class Gateway:
             if isinstance(answer, RelayedAnswer):
                 answer.cut()
 
-    def _give_up(self, job_tags: frozenset[str]) -> None:
-        """End what waits for workers that are gone and that nobody replaces."""
+    def _give_up(self, deserted: Mapping[str, float]) -> None:
+        """End what has waited too long for workers of pools that have none."""
+        now = asyncio.get_running_loop().time()
         for answer in tuple(self.sweeper.swept):
             if isinstance(answer, RelayedAnswer):
-                answer.give_up(job_tags)
+                answer.give_up(deserted, now)
 
     async def close(self) -> None:
         """Let the last cancels through and close the connections."""

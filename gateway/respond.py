@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,6 +19,7 @@ from gateway.errors import (
 )
 from gateway.events import Numbering
 from gateway.exchange import Exchange
+from gateway.models import no_worker
 from gateway.relay import JobStream, Part
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
@@ -29,7 +31,6 @@ from shared.errors import (
     Draining,
     EngineFailed,
     HeadraceError,
-    NoWorker,
     WorkerLost,
 )
 from shared.keys import tag_of
@@ -68,6 +69,7 @@ class RelayedAnswer(Response):
         self._settings = settings
         self._submitter = submitter
         self._sweeper = sweeper
+        self._since = asyncio.get_running_loop().time()
         self._numbering = numbering
         """Of a stream with ids, or one that doesn't begin at its beginning."""
         ids = numbering is not None and numbering.ids
@@ -153,12 +155,16 @@ class RelayedAnswer(Response):
         else:
             self._stream.fail(Draining() if self._stream.patience_s == 0 else BrokenOff())
 
-    def give_up(self, job_tags: frozenset[str]) -> None:
-        """End the answer if its job's tag is among those that have no worker any more."""
+    def give_up(self, deserted: Mapping[str, float], now: float) -> None:
+        """End the answer if its pool has had no worker for too long, and so has this request.
+
+        `deserted`: tag of a pool → since when it has had none.
+        """
         stream = self._stream
-        if tag_of(stream.job_id) in job_tags:
-            begun = self._started or stream.cursor > 0
-            stream.fail(WorkerLost() if begun else NoWorker(retry_after_s=5))
+        since = deserted.get(tag_of(stream.job_id))
+        if since is None or now - max(since, self._since) < self._settings.no_worker_wait_s:
+            return
+        stream.fail(WorkerLost() if stream.cursor > 0 else no_worker())
 
     def _give_up_reader(self) -> None:
         self._gave_up = True

@@ -67,8 +67,9 @@ class GatewaySettings(RedisSettings):
     """Longest wait for the queue to take a job; above it 503."""
     redis_replicas: int = Field(0, ge=0, le=16)
     """Replicas that must have a job before it counts as accepted; with fewer, 503."""
-    no_worker_wait_s: Seconds = 15
-    """How long requests wait on while no worker of their pool is there, nor any is starting."""
+    no_worker_wait_s: Annotated[float, Field(ge=0, le=86_400)] = 60
+    """How long requests wait while no worker of their pool is there, nor any is starting; with 0
+    they are refused at once."""
     first_byte_grace_s: Seconds = 5
     """How long a stream's status waits for the engine's before it becomes 200."""
     keepalive_s: Seconds = 10

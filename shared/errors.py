@@ -106,7 +106,7 @@ class QueueFull(Unavailable):
 
 
 class NoWorker(Unavailable):
-    """No worker is ready for this model. Try again later."""
+    """No worker is ready for this model. Start one (`headrace-worker`), or try again later."""
 
     code = "no_worker"
 
