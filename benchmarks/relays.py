@@ -33,7 +33,9 @@ model_list:
     litellm_params:
       {{model: openai/simulated, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
 litellm_settings: {{telemetry: false}}
+general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}
 """
+"""Without keys, as all of them: it listens on this machine only."""
 _IMPORT_S = 90.0
 """LiteLLM's start."""
 
