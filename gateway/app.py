@@ -56,7 +56,8 @@ class Application(FastAPI):
         try:
             preflight = self.cors.preflight(scope)
             if preflight is None:
-                await super().__call__(scope, receive, exchange.send)
+                # What the framework adds to a scope is not kept while a stream is open.
+                await super().__call__(dict(scope), receive, exchange.send)
                 if exchange.answer is not None:
                     await exchange.answer(scope, receive, exchange.send)
             else:
