@@ -20,6 +20,8 @@ from benchmarks.layout import Layout
 from benchmarks.parts import (
     admission,
     bodies,
+    disconnect,
+    idle,
     memory,
     peers,
     real_engine,
@@ -40,10 +42,10 @@ PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
     "bodies": bodies.run,
     "vllm": real_engine.run,
     "peers": peers.run,
+    "idle": idle.run,
+    "disconnect": disconnect.run,
 }
 REAL_TIME = "Taken with real-time priority: the background load had to give way."
-_APART = ("peers",)
-"""Not run unless named."""
 
 
 def measure(name: str, options: Options, commit: str) -> Part:
@@ -79,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    names = args.parts or [name for name in PARTS if name not in _APART]
+    names = args.parts or list(PARTS)
     # As Ctrl-C: what was started is ended, vLLM's children included.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     print(f"Layout: {Layout.here()}", flush=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.cors import Cors
 from gateway.endpoints import ENDPOINTS, Endpoint
@@ -57,13 +57,28 @@ class Application(FastAPI):
         try:
             preflight = self.cors.preflight(scope)
             if preflight is None:
-                await super().__call__(scope, receive, exchange.send)
+                # What the framework adds to a scope is not kept while a stream is open.
+                await super().__call__(dict(scope), receive, exchange.send)
+                if exchange.answer is not None:
+                    await exchange.answer(scope, receive, exchange.send)
             else:
                 await exchange.send_empty(204, preflight)
         except Exception:  # Answered already, if it could be; uvicorn's line wouldn't say whose.
             log.error("request.broke", exc=True, **exchange.about())
         finally:
             exchange.finish(self.gateway.metrics)
+
+
+class HandedOver:
+    """An answer that begins when the framework is done with its request: its layers' frames would
+    be a fourth of what an open stream takes."""
+
+    def __init__(self, answer: ASGIApp) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Leave it to `Application`, which gives it the same `scope`, `receive` and `send`."""
+        exchange_of(scope).answer = self._answer
 
 
 def create_app(
@@ -106,7 +121,7 @@ def create_app(
 
 def _relayed(gateway: Gateway, endpoint: Endpoint) -> Handler:
     async def answer(request: Request) -> Response:
-        return cast(Response, await gateway.answer(endpoint, request))
+        return cast(Response, HandedOver(await gateway.answer(endpoint, request)))
 
     return answer
 
@@ -143,7 +158,8 @@ def _add_own_routes(app: FastAPI, gateway: Gateway) -> None:
     async def stream(request: Request) -> Response:
         if request.method == "HEAD":  # There is no need to read an answer for its head.
             return await job(request)
-        return cast(Response, await gateway.resume(request.path_params["job_id"], request))
+        relayed = await gateway.resume(request.path_params["job_id"], request)
+        return cast(Response, HandedOver(relayed))
 
     async def cancel(request: Request) -> Response:
         exchange_of(request.scope).endpoint = "/v1/jobs/{id}/cancel"

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import sse
@@ -43,13 +42,41 @@ _SLICE_BYTES = 64 << 10
 _COMPLETED = "completed"
 
 
-class RelayedAnswer(Response):
+class RelayedAnswer:
     """Relays a job's frames; owns its stream and, whatever happens, closes it.
 
     The status is the worker's. A stream that has nothing to say for `first_byte_grace_s` is begun
     as 200 all the same, and kept alive by comments. What fails after that ends in an error event,
     and the body is broken off rather than ended: a clean end would be taken for success.
     """
+
+    __slots__ = (
+        "_asked_stream",
+        "_between_events",
+        "_buffer",
+        "_buffered_bytes",
+        "_comment",
+        "_exchange",
+        "_gave_up",
+        "_head",
+        "_numbering",
+        "_send",
+        "_sending",
+        "_settings",
+        "_since",
+        "_started",
+        "_stream",
+        "_stuck_since",
+        "_submitter",
+        "_sweeper",
+        "_task",
+        "_unchunked",
+        "_unsent",
+        "_whole_only",
+        "_wire",
+        "_wrote",
+        "_wrote_at",
+    )
 
     def __init__(
         self,
@@ -62,7 +89,6 @@ class RelayedAnswer(Response):
         sweeper: Sweeper,
         numbering: Numbering | None = None,
     ) -> None:
-        self.background = None
         self._exchange = exchange
         self._stream = stream
         self._asked_stream = asked_stream
@@ -215,6 +241,7 @@ class RelayedAnswer(Response):
                 if not self._streams():
                     await self._send_whole()
                 return
+            part = None  # Not kept while the next is waited for.
 
     def _streams(self) -> bool:
         """Tell whether the answer's parts are events of a stream that is being sent."""
