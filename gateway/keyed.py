@@ -8,6 +8,7 @@ from hashlib import blake2b
 import msgspec
 
 from gateway.errors import IdempotencyConflict
+from gateway.in_flight import Told
 from gateway.relay import JobStream
 from gateway.submit import Submitter
 from shared.errors import Cancelled, Unavailable
@@ -36,6 +37,7 @@ class KeyedRequests:
         new_id: Callable[[], str],
         limit: int,
         timeout_s: float,
+        told: Told = lambda _: None,
     ) -> JobStream:
         """Return the stream of the key's job, from its beginning. Raises `IdempotencyConflict`.
 
@@ -53,7 +55,7 @@ class KeyedRequests:
             job = msgspec.structs.replace(job, id=found)
             try:
                 stream = await self._submitter.open(
-                    job, caller, limit=limit, timeout_s=timeout_s, shared=True
+                    job, caller, limit=limit, timeout_s=timeout_s, told=told, shared=True
                 )
             except Cancelled:  # Before it was submitted.
                 pass
