@@ -81,6 +81,15 @@ class Fields(msgspec.Struct, frozen=True):
         limits = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
         return any(limit is not None for limit in limits)
 
+    @property
+    def asked_tokens(self) -> tuple[str, int] | None:
+        """The name and the value of the answer's length that the request asks for, if it does."""
+        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+            asked = getattr(self, name)
+            if type(asked) is int:
+                return name, asked
+        return None
+
 
 _decoder = msgspec.json.Decoder(Fields)
 

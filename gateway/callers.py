@@ -13,7 +13,8 @@ from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 
-from gateway.errors import Forbidden, InvalidApiKey, Overloaded
+from gateway.body import Fields
+from gateway.errors import Forbidden, InvalidApiKey, Overloaded, TokensAboveLimit
 from gateway.settings import GatewaySettings
 from shared import apikeys
 from shared.apikeys import KeyStore
@@ -207,6 +208,20 @@ def check_model(caller: KeyRecord, name: str) -> None:
 def may_use(caller: KeyRecord, name: str) -> bool:
     """Tell whether a caller may use a model."""
     return not caller.models or name in caller.models
+
+
+def check_tokens(caller: KeyRecord, fields: Fields) -> None:
+    """Refuse what asks for more tokens than a minute has for it. Raises `TokensAboveLimit`."""
+    most = caller.tokens_per_minute
+    if not most or (given := fields.asked_tokens) is None:
+        return
+    name, each = given
+    asked = min(each, caller.max_tokens or each) * fields.sequences
+    if asked > most:
+        raise TokensAboveLimit(
+            f"The request asks for up to {asked} tokens; this API key has {most} in a minute.",
+            param=name,
+        )
 
 
 def lane_for(caller: KeyRecord, asked: str | None) -> str:

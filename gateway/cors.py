@@ -15,6 +15,7 @@ _EXPOSED = ", ".join(
         "x-request-id",
         "x-should-retry",
         "retry-after",
+        "retry-after-ms",
         *(
             f"x-ratelimit-{what}-{of}"
             for of in ("requests", "tokens")

@@ -31,6 +31,8 @@ _BY_OUTCOME: dict[str, type[HeadraceError]] = {
     "lost": JobLost,
 }
 _DEFAULT_RETRY_S = 2.0
+_MOST_RETRY_S = 60
+"""SDKs pass over a longer one."""
 
 
 class ClientGone(HeadraceError):
@@ -59,6 +61,12 @@ class RateLimited(Unavailable):
     code = "rate_limit_exceeded"
     type = "rate_limit_error"
     status = 429
+
+
+class TokensAboveLimit(InvalidRequest):
+    """The request may take more tokens than its API key has in a minute."""
+
+    code = "tokens_above_limit"
 
 
 class BrokenOff(Draining):
@@ -132,7 +140,11 @@ def error_headers(error: HeadraceError) -> dict[str, str]:
     if error.status not in (429, 503):
         return {}
     seconds = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
-    return {"retry-after": str(min(60, max(1, math.ceil(seconds))))}
+    seconds = min(_MOST_RETRY_S, seconds)
+    return {
+        "retry-after": str(max(1, math.ceil(seconds))),
+        "retry-after-ms": str(max(1, math.ceil(seconds * 1000))),
+    }
 
 
 def error_response(

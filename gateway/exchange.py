@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.cors import Cors, RawHeaders
 from gateway.error_forms import form_of
 from gateway.metrics import Metrics
+from gateway.rates import rate_headers
+from shared.in_flight import Admission
 from shared.logs import Log
 from shared.trace import TraceContext, read_trace
 
@@ -49,6 +51,7 @@ class Exchange:
         "job_id",
         "key_id",
         "lane",
+        "limits",
         "method",
         "model",
         "outcome",
@@ -88,6 +91,8 @@ class Exchange:
         self.tenant = ""
         self.key_id = ""
         """Id of the caller's API key."""
+        self.limits: RawHeaders = []
+        """Headers that tell of the key's limits."""
         self.status = 0
         self.outcome = ""
         self.started_at = time.perf_counter()
@@ -104,8 +109,12 @@ class Exchange:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer has."""
         if not self.job_id:
-            return self._common
-        return [*self._common, (b"x-job-id", self.job_id.encode())]
+            return [*self._common, *self.limits]
+        return [*self._common, *self.limits, (b"x-job-id", self.job_id.encode())]
+
+    def note_limits(self, admission: Admission) -> None:
+        """Have the answer tell of the key's limits."""
+        self.limits = rate_headers(admission)
 
     def watch(self, receive: Receive) -> Receive:
         """Return `receive`, so that it is known whether a body that was held back was asked for."""

@@ -216,6 +216,7 @@ class Gateway:
         callers.check_model(caller, record.name)
         lane = callers.lane_for(caller, fields.lane)
         exchange.model, exchange.lane = record.name, lane
+        callers.check_tokens(caller, fields)
         trace = exchange.trace(request.scope)
         job = Job(
             id=new_job_id(self.models.shard(record)),
@@ -238,7 +239,9 @@ class Gateway:
         )
         limit = self.models.lane_limit(record)
         if asked.key is None:
-            stream = await self.submitter.open(job, caller, limit=limit, timeout_s=asked.timeout_s)
+            stream = await self.submitter.open(
+                job, caller, limit=limit, timeout_s=asked.timeout_s, told=exchange.note_limits
+            )
         else:
             stream = await self.keyed.open(
                 job,
@@ -247,6 +250,7 @@ class Gateway:
                 new_id=lambda: new_job_id(self.models.shard(record)),
                 limit=limit,
                 timeout_s=asked.timeout_s,
+                told=exchange.note_limits,
             )
         numbering = Numbering() if asked.resumable and asks_stream else None
         return self._relayed(exchange, stream, asks_stream, numbering)

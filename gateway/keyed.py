@@ -11,6 +11,7 @@ import msgspec
 from gateway import form
 from gateway.body import BIG_BYTES, FORM_TYPE
 from gateway.errors import IdempotencyConflict
+from gateway.in_flight import Told
 from gateway.relay import JobStream
 from gateway.submit import Submitter
 from shared.errors import Cancelled, Unavailable
@@ -39,6 +40,7 @@ class KeyedRequests:
         new_id: Callable[[], str],
         limit: int,
         timeout_s: float,
+        told: Told = lambda _: None,
     ) -> JobStream:
         """Return the stream of the key's job, from its beginning. Raises `IdempotencyConflict`.
 
@@ -57,7 +59,7 @@ class KeyedRequests:
             job = msgspec.structs.replace(job, id=found)
             try:
                 stream = await self._submitter.open(
-                    job, caller, limit=limit, timeout_s=timeout_s, shared=True
+                    job, caller, limit=limit, timeout_s=timeout_s, told=told, shared=True
                 )
             except Cancelled:  # Before it was submitted.
                 pass

@@ -16,7 +16,7 @@ from gateway.turn import Turn
 from shared.errors import Diverged, HeadraceError, JobLost, QueueUnavailable, RequestTimeout
 from shared.logs import Log
 from shared.outcomes import LogPage
-from shared.protocol import End, Envelope, Head, Item, open_message
+from shared.protocol import End, Envelope, Head, Item, Usage, open_message
 from shared.queries import LOG_PAGE
 
 log = Log("gateway")
@@ -92,6 +92,7 @@ class JobStream:
         "patience_s",
         "reader",
         "request_id",
+        "usage",
         "write",
     )
 
@@ -125,6 +126,8 @@ class JobStream:
         """Sequence number of the last frame given to the client."""
         self.ended = False
         """The terminal frame was given."""
+        self.usage: Usage | None = None
+        """Of a job that has ended."""
         self.failure: HeadraceError | None = None
         self.idle = False
         """Set to make `next` return, though there is nothing."""
@@ -370,6 +373,7 @@ class JobStream:
                     parts.append(item[0])
             if frame.end is not None:
                 end = frame.end
+                self.usage = end.usage
                 self.ended = True
                 break
         return Part(head, b"".join(parts), before, items, end)

@@ -11,7 +11,7 @@ from functools import partial
 from gateway.cancels import Canceller
 from gateway.channels import Channels
 from gateway.errors import AnswerGone, Overloaded, RateLimited
-from gateway.in_flight import InFlight
+from gateway.in_flight import InFlight, Told
 from gateway.metrics import Metrics
 from gateway.relay import JobStream
 from gateway.settings import GatewaySettings
@@ -24,6 +24,7 @@ from shared.errors import (
     RequestTimeout,
     UnknownJob,
 )
+from shared.in_flight import tokens_of
 from shared.keys import Keys, is_job_id
 from shared.outcomes import Attached, Submitted
 from shared.protocol import Job, KeyRecord
@@ -70,13 +71,21 @@ class Submitter:
             raise Overloaded(retry_after_s=1)
 
     async def open(
-        self, job: Job, caller: KeyRecord, *, limit: int, timeout_s: float, shared: bool = False
+        self,
+        job: Job,
+        caller: KeyRecord,
+        *,
+        limit: int,
+        timeout_s: float,
+        told: Told = lambda _: None,
+        shared: bool = False,
     ) -> JobStream:
         """Submit a job and return its stream, subscribed before anything could be published.
 
         Where the job is there already, its answer comes from its beginning. `shared`: others may
-        submit the same one. Raises `QueueUnavailable` within `submit_timeout_s`, `RequestTimeout`
-        where the request has less, `RateLimited`, `QueueFull`, `Cancelled`, `Overloaded`.
+        submit the same one. `told` hears of the caller's limits. Raises `QueueUnavailable` within
+        `submit_timeout_s`, `RequestTimeout` where the request has less, `RateLimited`, `QueueFull`,
+        `Cancelled`, `Overloaded`.
         """
         self.check_room()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -84,7 +93,7 @@ class Submitter:
         self.open_streams += 1
         try:
             async with asyncio.timeout(min(self._settings.submit_timeout_s, timeout_s)):
-                await self._admit(stream, caller)
+                await self._admit(stream, caller, told)
                 await self._subscribe(stream)
                 await self._submit(stream, job, limit, timeout_s, shared=shared)
         except BaseException as error:
@@ -136,19 +145,21 @@ class Submitter:
             turn=self._turn,
         )
 
-    async def _admit(self, stream: JobStream, caller: KeyRecord) -> None:
-        if not caller.max_in_flight:
+    async def _admit(self, stream: JobStream, caller: KeyRecord, told: Told) -> None:
+        to_settle = caller.max_in_flight or caller.tokens_per_minute
+        if not (to_settle or caller.requests_per_minute):
             return
-        stream.counted_for = caller.id
+        if to_settle:
+            stream.counted_for = caller.id
         try:
-            await self._in_flight.admit(caller.id, caller.max_in_flight, stream.job_id)
+            await self._in_flight.admit(caller, stream.job_id, told)
         except RateLimited:
             stream.counted_for = ""
             raise
 
-    def _uncount(self, stream: JobStream) -> None:
+    def _uncount(self, stream: JobStream, tokens: int | None = None) -> None:
         if stream.counted_for:
-            self._in_flight.release(stream.counted_for, stream.job_id)
+            self._in_flight.release(stream.counted_for, stream.job_id, tokens)
 
     async def _subscribe(self, stream: JobStream) -> None:
         await self._channels.open(self._keys.channel(stream.job_id), stream)
@@ -220,7 +231,8 @@ class Submitter:
     def close(self, stream: JobStream) -> None:
         """Detach a stream from its channel."""
         if stream.ended or stream.joined:
-            self._uncount(stream)
+            # One that had ended before has been charged, or will be by whoever looks after it.
+            self._uncount(stream, None if stream.joined else tokens_of(stream.usage))
         self.open_streams -= 1
         self._channels.close(self._keys.channel(stream.job_id), stream)
 

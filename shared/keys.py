@@ -21,6 +21,9 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 | `{p}:{registry}:gateway:<name>` | string | nothing: that it is there | the gateway's lease | gateway | worker |
 | `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
 | `{p}:{<key>}:in_flight` | hash | job of an API key → when it was counted, ms | a day, renewed by admit | gateway | gateway |
+| `{p}:{<key>}:unsettled` | hash | job of an API key whose tokens are limited and that is not charged yet → when it was counted, ms | a day, renewed by admit | gateway | gateway |
+| `{p}:{<key>}:requests` | hash | second, Unix time → requests of an API key in it | 62 s, renewed | gateway | gateway |
+| `{p}:{<key>}:tokens` | hash | second, Unix time → tokens of the jobs that ended in it | 62 s, renewed | gateway | gateway |
 | `{p}:{registry}:keys` | hash | id of an API key → `KeyRecord`, MessagePack | none | admin | gateway |
 """
 
@@ -131,6 +134,15 @@ class Keys:
 
     def in_flight(self, key_id: str) -> str:
         return self._tagged(key_id, "in_flight")
+
+    def unsettled(self, key_id: str) -> str:
+        return self._tagged(key_id, "unsettled")
+
+    def requests(self, key_id: str) -> str:
+        return self._tagged(key_id, "requests")
+
+    def tokens(self, key_id: str) -> str:
+        return self._tagged(key_id, "tokens")
 
 
 @lru_cache(maxsize=8192)

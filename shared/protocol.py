@@ -146,6 +146,9 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Longest answer; 0: as the worker does it. So it is with what follows."""
     max_in_flight: int = 0
     max_body_bytes: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    """Prompts and answers, charged when a job has ended."""
     disabled: bool = False
     created_ms: int = 0
 

@@ -77,6 +77,8 @@ async def _keys(access: Access, args: argparse.Namespace) -> Record:
             return await keys.create(access, args)
         case "list":
             return await keys.listing(access)
+        case "edit":
+            return await keys.edit(access, args)
         case "show":
             return await keys.show(access, args.key)
         case "rotate":

@@ -17,6 +17,14 @@ _MODEL = re.compile(r"[!-+\--~]{1,256}")
 """A model's name: what can be seen, but no comma."""
 _POLICY = re.compile(r"cancel|continue|grace=[0-9]{1,6}")
 _MOST_MODELS = 256
+KEY_LIMITS = {
+    "max_tokens": (10_000_000, "longest answer, tokens"),
+    "max_in_flight": (10_000, "most requests at once"),
+    "max_body_bytes": (4 << 30, "largest request"),
+    "requests_per_minute": (1_000_000, "most requests in a minute"),
+    "tokens_per_minute": (1_000_000_000, "most tokens in a minute, prompts and answers"),
+}
+"""A key's limits, as its record names them: the highest, and what it is."""
 _LONGEST_GRACE_S = 90 * 24 * 3600
 
 
@@ -104,29 +112,14 @@ def _add_keys(keys: argparse.ArgumentParser) -> None:
     create = commands.add_parser("create", help="make one, and show its secret, once")
     create.add_argument("name", metavar="NAME", type=_name, help="for people")
     create.add_argument("--tenant", type=_name, help="whose it is (default: NAME)")
-    create.add_argument(
-        "--models", type=_models, default=[], metavar="A,B", help="what it may use (default: all)"
-    )
-    create.add_argument("--lane", choices=LANES, help="of requests that ask for none")
-    create.add_argument("--highest-lane", choices=LANES, default=LANES[0], help="it may ask for")
-    create.add_argument(
-        "--on-disconnect",
-        type=_policy,
-        metavar="POLICY",
-        help="cancel, continue or grace=<seconds> (default: as the gateway does it)",
-    )
-    for name, most, what in (
-        ("--max-tokens", 10_000_000, "longest answer, tokens"),
-        ("--max-in-flight", 10_000, "most requests at once"),
-        ("--max-body-bytes", 4 << 30, "largest request"),
-    ):
-        create.add_argument(
-            name,
-            type=partial(_bound, most=most),
-            default=0,
-            metavar="N",
-            help=f"{what} (0: no limit of its own)",
-        )
+    _add_rights(create)
+    create.set_defaults(models=[], highest_lane=LANES[0])
+    create.set_defaults(**dict.fromkeys(KEY_LIMITS, 0))
+
+    edit = commands.add_parser("edit", help="change what one may, not its secret")
+    edit.add_argument("key", metavar="KEY", type=_key, help="its id")
+    edit.add_argument("--name", type=_name, help="for people")
+    _add_rights(edit)
 
     commands.add_parser("list", help="list them")
     for name, what in (
@@ -146,6 +139,28 @@ def _add_keys(keys: argparse.ArgumentParser) -> None:
                 metavar="S",
                 help="how long the old secret stays valid (default %(default).0f; 0: not at all)",
             )
+
+
+def _add_rights(command: argparse.ArgumentParser) -> None:
+    """Add what a key may. An option that isn't given is None, unless the command says otherwise."""
+    command.add_argument(
+        "--models", type=_models, metavar="A,B", help="what it may use (empty: all)"
+    )
+    command.add_argument("--lane", choices=LANES, help="of requests that ask for none")
+    command.add_argument("--highest-lane", choices=LANES, help="it may ask for")
+    command.add_argument(
+        "--on-disconnect",
+        type=_policy,
+        metavar="POLICY",
+        help="cancel, continue, grace=<seconds> or default (as the gateway does it)",
+    )
+    for name, (most, what) in KEY_LIMITS.items():
+        command.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=partial(_bound, most=most),
+            metavar="N",
+            help=f"{what}, up to {most} (0: no limit of its own)",
+        )
 
 
 def _add_pool(command: argparse.ArgumentParser) -> None:
@@ -218,6 +233,10 @@ def _models(text: str) -> list[str]:
 
 
 def _policy(text: str) -> str:
+    if text == "default":
+        return ""
     if not _POLICY.fullmatch(text):
-        raise argparse.ArgumentTypeError("must be `cancel`, `continue` or `grace=<seconds>`")
+        raise argparse.ArgumentTypeError(
+            "must be `cancel`, `continue`, `grace=<seconds>` or `default`"
+        )
     return text

@@ -238,7 +238,7 @@ class Purged(Record, frozen=True, kw_only=True):
 
 
 class Key(Record, frozen=True, kw_only=True):
-    """Answer of `keys create`, `show`, `disable`, `enable` and `rotate`: an API key."""
+    """Answer of `keys create`, `edit`, `show`, `disable`, `enable` and `rotate`: an API key."""
 
     id: str
     name: str
@@ -255,6 +255,8 @@ class Key(Record, frozen=True, kw_only=True):
     max_tokens: int | None
     max_in_flight: int | None
     max_body_bytes: int | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
     created: float
     old_secret_until: float | None
     """Until when the secret before the last rotation is valid, too."""

@@ -9,17 +9,19 @@ import msgspec
 
 from shared import apikeys
 from shared.admin.access import Access, Refused
+from shared.admin.arguments import KEY_LIMITS
 from shared.admin.documents import Key, KeyDeleted, Keys
 from shared.keys import LANES
 from shared.protocol import KeyRecord
+
+_EDITED = ("name", "models", "lane", "highest_lane", "on_disconnect", *KEY_LIMITS)
+"""What may be changed: not whose it is, for its jobs are theirs."""
 
 
 async def create(access: Access, args: argparse.Namespace) -> Key:
     """Make a key. Raises `Refused`."""
     highest = args.highest_lane
     lane = args.lane or highest
-    if LANES.index(lane) < LANES.index(highest):
-        raise Refused(f"lane {lane} is above the highest lane, {highest}", "wrong_lane")
     key_id = apikeys.new_id()
     secret = apikeys.new_secret(key_id)
     record = KeyRecord(
@@ -31,11 +33,10 @@ async def create(access: Access, args: argparse.Namespace) -> Key:
         lane=lane,
         highest_lane=highest,
         on_disconnect=args.on_disconnect or "",
-        max_tokens=args.max_tokens,
-        max_in_flight=args.max_in_flight,
-        max_body_bytes=args.max_body_bytes,
+        **{name: getattr(args, name) for name in KEY_LIMITS},
         created_ms=int(await access.now() * 1000),
     )
+    _check_lanes(record)
 
     def make(found: KeyRecord | None) -> KeyRecord:
         if found is not None:
@@ -63,6 +64,21 @@ async def disable(access: Access, key_id: str, *, disabled: bool) -> Key:
     return await _change(
         access, key_id, lambda record: msgspec.structs.replace(record, disabled=disabled)
     )
+
+
+async def edit(access: Access, args: argparse.Namespace) -> Key:
+    """Change what was given of a key. Raises `Refused`."""
+    given = {name: getattr(args, name) for name in _EDITED}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        raise Refused("nothing to change; see keys edit --help", "nothing_given")
+
+    def changed(record: KeyRecord) -> KeyRecord:
+        new = msgspec.structs.replace(record, **changes)
+        _check_lanes(new)
+        return new
+
+    return await _change(access, args.key, changed)
 
 
 async def rotate(access: Access, key_id: str, grace_s: float) -> Key:
@@ -106,6 +122,12 @@ async def _replace(
         raise Refused(f"the record of key `{key_id}` can't be read here", "unreadable") from None
 
 
+def _check_lanes(record: KeyRecord) -> None:
+    lane, highest = record.lane, record.highest_lane
+    if LANES.index(lane) < LANES.index(highest):
+        raise Refused(f"lane {lane} is above the highest lane, {highest}", "wrong_lane")
+
+
 def _known(record: KeyRecord | None, key_id: str) -> KeyRecord:
     if record is None:
         raise Refused(f"no key `{key_id}`; see keys list", "key_not_found")
@@ -127,6 +149,8 @@ def _key(record: KeyRecord, now: float, secret: str | None = None) -> Key:
         max_tokens=record.max_tokens or None,
         max_in_flight=record.max_in_flight or None,
         max_body_bytes=record.max_body_bytes or None,
+        requests_per_minute=record.requests_per_minute or None,
+        tokens_per_minute=record.tokens_per_minute or None,
         created=record.created_ms / 1000,
         old_secret_until=max(ends, default=None),
     )

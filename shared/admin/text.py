@@ -221,6 +221,8 @@ def key(document: Key) -> str:
         ("max tokens", document.max_tokens),
         ("max in flight", document.max_in_flight),
         ("max body", None if most is None else size(most)),
+        ("requests a minute", document.requests_per_minute),
+        ("tokens a minute", document.tokens_per_minute),
         ("created", moment(document.created)),
         ("old secret until", moment(document.old_secret_until)),
     ]
@@ -239,12 +241,14 @@ def keys(document: Keys) -> str:
             one.highest_lane,
             one.max_in_flight,
             one.max_tokens,
+            one.requests_per_minute,
+            one.tokens_per_minute,
             moment(one.created),
         )
         for one in document.keys
     ]
     columns = ("id", "name", "tenant", "state", "models", "highest lane", "in flight", "tokens")
-    return table((*columns, "created"), rows)
+    return table((*columns, "req/min", "tok/min", "created"), rows)
 
 
 def key_deleted(document: KeyDeleted) -> str:

@@ -55,7 +55,8 @@ def test_a_secret_is_shown_once_and_kept_nowhere(call: Call, valkey: ValkeyServe
     made = document(
         call(
             "--json keys create reports --tenant acme --models llama,tiny --highest-lane batch "
-            "--on-disconnect grace=5 --max-tokens 100 --max-in-flight 3 --max-body-bytes 4096"
+            "--on-disconnect grace=5 --max-tokens 100 --max-in-flight 3 --max-body-bytes 4096 "
+            "--requests-per-minute 60 --tokens-per-minute 9000"
         )
     )
     secret, key_id = made.pop("secret"), made["id"]
@@ -71,6 +72,8 @@ def test_a_secret_is_shown_once_and_kept_nowhere(call: Call, valkey: ValkeyServe
         "max_tokens": 100,
         "max_in_flight": 3,
         "max_body_bytes": 4096,
+        "requests_per_minute": 60,
+        "tokens_per_minute": 9000,
         "old_secret_until": None,
     }
     assert {name: made[name] for name in told} == told
@@ -106,6 +109,40 @@ def test_keys_are_disabled_and_enabled(call: Call) -> None:
         assert document(call(f"--json keys {word} {key_id}"))["state"] == state
 
 
+def test_an_edit_changes_what_is_given_and_nothing_else(call: Call, prefix: str) -> None:
+    limits = "--max-tokens 5 --max-in-flight 6 --requests-per-minute 7 --on-disconnect continue"
+    made = document(call(f"--json keys create me --tenant t --models a,b {limits}"))
+    made.pop("secret")
+    edit = f"--json keys edit {made['id']}"
+    told = document(call(f"{edit} --tokens-per-minute 100 --requests-per-minute 0"))
+    assert told == {**made, "secret": None, "requests_per_minute": None, "tokens_per_minute": 100}
+    told = document(
+        call(
+            f"{edit} --name you --models= --highest-lane batch --lane batch --max-body-bytes 9 "
+            "--max-tokens 1 --max-in-flight 0 --on-disconnect default"
+        )
+    )
+    assert (told["name"], told["tenant"], told["models"]) == ("you", "t", [])
+    assert (told["lane"], told["highest_lane"], told["on_disconnect"]) == ("batch", "batch", None)
+    assert (told["max_body_bytes"], told["max_tokens"], told["max_in_flight"]) == (9, 1, None)
+    assert document(call(f"--json keys show {made['id']}")) == told
+    for options, code in (("", "nothing_given"), ("--lane interactive", "wrong_lane")):
+        status, out, _ = call(f"{edit} {options}")
+        assert (status, json.loads(out)["error"]["code"]) == (1, code)
+    assert document(call(f"--json keys show {made['id']}")) == told
+
+
+async def test_an_edited_key_keeps_its_secret(call: Call, prefix: str) -> None:
+    made = document(await asyncio.to_thread(call, "--json keys create me"))
+    await asyncio.to_thread(call, f"keys edit {made['id']} --requests-per-minute 3")
+    clients = Connections(RedisSettings(key_prefix=prefix), name="test")
+    (record,) = await KeyStore(clients, Keys(prefix)).find([made["id"]])
+    await clients.aclose()
+    assert record is not None
+    assert apikeys.opens(record, made["secret"], 0)
+    assert record.requests_per_minute == 3
+
+
 def test_rotation_leaves_the_last_secret_for_its_grace(call: Call, prefix: str) -> None:
     first = document(call("--json keys create me"))
     second = document(call(f"--json keys rotate {first['id']} --grace 60"))
@@ -130,9 +167,12 @@ async def test_a_secret_is_valid_until_its_grace_is_over(call: Call, prefix: str
     assert apikeys.opens(record, second["secret"], over_ms)
 
 
-@pytest.mark.parametrize("word", ["show", "disable", "enable", "rotate", "delete"])
+@pytest.mark.parametrize(
+    "word", ["show", "disable", "enable", "rotate", "delete", "edit --max-tokens 1"]
+)
 def test_there_is_no_such_key(call: Call, word: str) -> None:
-    code, out, err = call(f"--json keys {word} 0123456789ab")
+    command, *more = word.split()
+    code, out, err = call(f"--json keys {command} 0123456789ab {' '.join(more)}")
     assert (code, json.loads(out)["error"]["code"]) == (1, "key_not_found")
     assert "0123456789ab" in err
 
@@ -145,6 +185,14 @@ def test_there_is_no_such_key(call: Call, word: str) -> None:
         "keys create me --lane fast",
         "keys create me --max-tokens -1",
         "keys create me --on-disconnect stay",
+        "keys create me --requests-per-minute 1000001",
+        "keys create me --tokens-per-minute 1000000001",
+        "keys create me --tokens-per-minute -1",
+        "keys create me --tokens-per-minute many",
+        "keys edit",
+        "keys edit SECRET --max-tokens 1",
+        "keys edit 0123456789ab --tenant other",
+        "keys edit 0123456789ab --requests-per-minute 1.5",
         "keys show SECRET",
         "keys rotate 0123456789ab --grace -1",
     ],

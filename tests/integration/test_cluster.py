@@ -347,18 +347,19 @@ async def test_cancels_and_headrace_admin(cluster: Cluster) -> None:
 async def test_a_keys_jobs_are_counted_whatever_servers_they_are_on(cluster: Cluster) -> None:
     keys = Keys("counted")
     async with connections(cluster.url) as clients:
-        key = await make_key(clients, keys, max_in_flight=SHARDS)
+        key = await make_key(clients, keys, max_in_flight=SHARDS, tokens_per_minute=100)
         (record,) = await KeyStore(clients, keys).find([key.id])
         assert record is not None
         assert record.max_in_flight == SHARDS
         counts, queue = InFlightCounts(clients, keys), Transitions(clients, keys, result_ttl_s=60)
         jobs_of_all = [make_job(id=new_job_id(one)) for one in TAGS]
         for job in jobs_of_all:
-            assert await counts.admit(key.id, SHARDS, job.id)
+            assert (await counts.admit(record, job.id)).verdict == "ok"
             await queue.submit(job, limit=9, timeout_s=60)
-        assert not await counts.admit(key.id, SHARDS, new_job_id(TAGS[0]))
+        assert (await counts.admit(record, new_job_id(TAGS[0]))).verdict == "in_flight"
         assert await counts.prune(key.id, unknown_s=0) == 0
         for job in jobs_of_all[1:]:
             await queue.cancel(job.id, job.lane)
         assert await counts.prune(key.id, unknown_s=0) == SHARDS - 1
-        assert await counts.admit(key.id, SHARDS, new_job_id(TAGS[0]))
+        assert await counts.settle_ended(key.id, unknown_s=60) == 1
+        assert (await counts.admit(record, new_job_id(TAGS[0]))).verdict == "ok"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 from pydantic import SecretStr
 
 from shared.connection import clients_of, connect
+from shared.protocol import Usage
 from shared.settings import RedisSettings
 from tests.integration.test_acl import denied, guarded, login
 from tests.support import sse
@@ -15,6 +17,8 @@ from tests.support.apikeys import make_key
 from tests.support.fake_worker import FakeWorker
 from tests.support.gateway import RunningGateway
 from tests.support.waiting import until
+
+LIMITS: dict[str, Any] = {"max_in_flight": 1, "requests_per_minute": 9, "tokens_per_minute": 9}
 
 
 async def test_states_resumption_and_policies() -> None:
@@ -46,15 +50,17 @@ async def test_api_keys_and_their_limits() -> None:
             FakeWorker(login(url, "worker")) as worker,
             RunningGateway(login(url, "gateway"), auth="keys") as gateway,
         ):
-            key = await make_key(clients_of(admin), worker.keys, max_in_flight=1)
+            key = await make_key(clients_of(admin), worker.keys, **LIMITS)
             body = {"model": "tiny", "messages": []}
             asked = asyncio.ensure_future(sse.fetch(gateway.chat, body, headers=key.headers))
             job = await worker.take()
             assert (await sse.fetch(gateway.chat, body, headers=key.headers))[0].status == 429
-            await job.whole(b"{}")
+            await job.whole(b"{}", usage=Usage(2, 1))
             assert (await asked)[0].status == 200
             counted = worker.keys.in_flight(key.id)
             await until(lambda: not servers[0].command("EXISTS", counted), "it has ended")
+            spent = worker.keys.tokens(key.id)
+            await until(lambda: servers[0].command("HVALS", spent) == [b"3"], "it is charged")
             await key.change(disabled=True)
         await admin.aclose()
         assert denied(servers) == set()

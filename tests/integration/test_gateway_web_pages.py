@@ -37,7 +37,9 @@ def check_readable(response: sse.Response) -> None:
     assert response.headers["access-control-allow-origin"] == PAGE
     assert response.headers["vary"] == "Origin"
     exposed = response.headers["access-control-expose-headers"].split(", ")
-    assert {"x-job-id", "x-request-id", "retry-after", "x-should-retry"} < set(exposed)
+    assert {"x-job-id", "x-request-id", "retry-after", "retry-after-ms", "x-should-retry"} < set(
+        exposed
+    )
     assert "x-ratelimit-remaining-tokens" in exposed
 
 
