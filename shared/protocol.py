@@ -32,6 +32,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 0
     """Longest answer that its caller may have, whatever the body says; 0: as the worker does it."""
     tenant: str = ""
+    weight: float = 1.0
+    """Of its caller: a tenant's turns go by it."""
     request_id: str = ""
     """The client's own id for it, for log lines only."""
     gateway: str = ""
@@ -146,6 +148,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Longest answer; 0: as the worker does it. So it is with what follows."""
     max_in_flight: int = 0
     max_body_bytes: int = 0
+    weight: float = 1.0
+    """Share of its tenant's turns, beside those of others that wait in the same lane."""
     disabled: bool = False
     created_ms: int = 0
 
