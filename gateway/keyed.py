@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.errors import IdempotencyConflict
 from gateway.relay import JobStream
-from gateway.submit import Submitter
+from gateway.submit import Limits, Submitter
 from shared.errors import Cancelled, Unavailable
 from shared.protocol import Job, KeyRecord
 from shared.transitions import Transitions
@@ -34,7 +34,7 @@ class KeyedRequests:
         key: str,
         *,
         new_id: Callable[[], str],
-        limit: int,
+        limits: Limits,
         timeout_s: float,
     ) -> JobStream:
         """Return the stream of the key's job, from its beginning. Raises `IdempotencyConflict`.
@@ -53,7 +53,7 @@ class KeyedRequests:
             job = msgspec.structs.replace(job, id=found)
             try:
                 stream = await self._submitter.open(
-                    job, caller, limit=limit, timeout_s=timeout_s, shared=True
+                    job, caller, limits=limits, timeout_s=timeout_s, shared=True
                 )
             except Cancelled:  # Before it was submitted.
                 pass

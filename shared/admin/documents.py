@@ -255,6 +255,7 @@ class Key(Record, frozen=True, kw_only=True):
     max_tokens: int | None
     max_in_flight: int | None
     max_body_bytes: int | None
+    weight: float
     created: float
     old_secret_until: float | None
     """Until when the secret before the last rotation is valid, too."""

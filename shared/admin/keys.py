@@ -34,6 +34,7 @@ async def create(access: Access, args: argparse.Namespace) -> Key:
         max_tokens=args.max_tokens,
         max_in_flight=args.max_in_flight,
         max_body_bytes=args.max_body_bytes,
+        weight=args.weight,
         created_ms=int(await access.now() * 1000),
     )
 
@@ -127,6 +128,7 @@ def _key(record: KeyRecord, now: float, secret: str | None = None) -> Key:
         max_tokens=record.max_tokens or None,
         max_in_flight=record.max_in_flight or None,
         max_body_bytes=record.max_body_bytes or None,
+        weight=record.weight,
         created=record.created_ms / 1000,
         old_secret_until=max(ends, default=None),
     )

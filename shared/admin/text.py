@@ -221,6 +221,7 @@ def key(document: Key) -> str:
         ("max tokens", document.max_tokens),
         ("max in flight", document.max_in_flight),
         ("max body", None if most is None else size(most)),
+        ("weight", f"{document.weight:g}"),
         ("created", moment(document.created)),
         ("old secret until", moment(document.old_secret_until)),
     ]

@@ -66,7 +66,7 @@ local function fair(index, stream, most)
       redis.call('ZREM', own, oldest)
       if entry then
         add(index, entry)
-        local weight = tonumber(entry[2][4]) or 1
+        local weight = math.max(tonumber(entry[2][4]) or 1, 0.01)
         redis.call('ZINCRBY', tenants, string.format('%.9f', 1 / weight), tenant)
       end
     else

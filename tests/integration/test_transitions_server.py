@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -125,6 +126,58 @@ async def test_a_full_server_still_takes_what_keeps_workers_alive(
     assert await transitions.pending(TAG, worker="w1") == [claimed]
     await registry.leave("w1")
     await blocking.aclose()
+
+
+# Tenants and bells
+
+
+async def test_ten_thousand_of_one_tenant_delay_anothers_first_by_one_round(
+    transitions: Transitions,
+) -> None:
+    for _ in range(100):
+        many = [make_job(tenant="many") for _ in range(100)]
+        await asyncio.gather(*(transitions.submit(one, limit=99_999, timeout_s=60) for one in many))
+    assert len(await transitions.claim(TAG, BOTH, "w1")) == 4
+    first = make_job(tenant="first")
+    await transitions.submit(first, limit=99_999, timeout_s=60)
+    claimed = await transitions.claim(TAG, {"interactive": 2}, "w1")
+    assert first.id in [one.job_id for one in claimed]
+
+
+async def test_no_worker_sleeps_while_something_waits(
+    transitions: Transitions, redis: Redis, server: ValkeyServer
+) -> None:
+    """None looks by itself here: a wake-up that is lost leaves its job in the lane."""
+    count, claimed = 400, asyncio.Queue[str]()
+
+    async def work(name: str) -> None:
+        blocking = connect_blocking(_settings(server.url), name=name, block_s=60)
+        try:
+            while True:
+                limits = {"interactive": random.choice([1, 2])}
+                found = await transitions.claim(TAG, limits, name)
+                for one in found:
+                    claimed.put_nowait(one.job_id)
+                if not found:
+                    await transitions.wait(blocking, TAG, ["interactive"], 60)
+        finally:
+            await blocking.aclose()
+
+    workers = [asyncio.create_task(work(f"w{n}")) for n in range(5)]
+    submitted = []
+    for at in range(count):
+        job = make_job(tenant=random.choice("abc"))
+        submitted.append(job.id)
+        await transitions.submit(job, limit=9999, timeout_s=60)
+        if at % 7 == 0:
+            await asyncio.sleep(0.001)
+    async with asyncio.timeout(10):
+        found = [await claimed.get() for _ in range(count)]
+    assert sorted(found) == sorted(submitted)
+    await _blocked(redis, 5)
+    for task in workers:
+        task.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
 
 
 # Data loss
