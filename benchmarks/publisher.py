@@ -109,9 +109,8 @@ class Publisher:
             try:
                 found = await self._transitions.claim(self._tag, {_LANE: 64}, self._id)
                 if not found:
-                    found = await self._transitions.wait_claim(
-                        self._blocking, self._tag, [_LANE], self._id, _BLOCK_S
-                    )
+                    await self._transitions.wait(self._blocking, self._tag, [_LANE], _BLOCK_S)
+                    continue
             except LanesLost:
                 await self._transitions.create_lanes([self._tag])
                 continue

@@ -25,7 +25,7 @@ from gateway.presence import Presence
 from gateway.relay import JobStream
 from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
-from gateway.submit import Submitter
+from gateway.submit import Limits, Submitter
 from gateway.sweeper import Sweeper
 from shared.apikeys import KeyStore
 from shared.connection import Connections
@@ -230,6 +230,7 @@ class Gateway:
             max_tokens_given=fields.max_tokens_given,
             max_tokens=caller.max_tokens,
             tenant=caller.tenant,
+            weight=caller.weight,
             request_id=exchange.request_id,
             gateway=self.settings.gateway_id,
             patience_s=asked.patience_s,
@@ -237,10 +238,12 @@ class Gateway:
             traceparent=trace.parent,
             tracestate=trace.state,
         )
-        limit = self.models.lane_limit(record)
+        limits = Limits(
+            self.models.lane_limit(record), self.models.tenant_limit(record, caller.tenant)
+        )
         if asked.key is None:
             stream = await self.submitter.open(
-                job, caller, limit=limit, timeout_s=asked.timeout_s, told=exchange.note_limits
+                job, caller, limits=limits, timeout_s=asked.timeout_s, told=exchange.note_limits
             )
         else:
             stream = await self.keyed.open(
@@ -248,7 +251,7 @@ class Gateway:
                 caller,
                 asked.key,
                 new_id=lambda: new_job_id(self.models.shard(record)),
-                limit=limit,
+                limits=limits,
                 timeout_s=asked.timeout_s,
                 told=exchange.note_limits,
             )

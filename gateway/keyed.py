@@ -13,7 +13,7 @@ from gateway.body import BIG_BYTES, FORM_TYPE
 from gateway.errors import IdempotencyConflict
 from gateway.in_flight import Told
 from gateway.relay import JobStream
-from gateway.submit import Submitter
+from gateway.submit import Limits, Submitter
 from shared.errors import Cancelled, Unavailable
 from shared.protocol import Job, KeyRecord
 from shared.transitions import Transitions
@@ -38,7 +38,7 @@ class KeyedRequests:
         key: str,
         *,
         new_id: Callable[[], str],
-        limit: int,
+        limits: Limits,
         timeout_s: float,
         told: Told = lambda _: None,
     ) -> JobStream:
@@ -59,7 +59,7 @@ class KeyedRequests:
             job = msgspec.structs.replace(job, id=found)
             try:
                 stream = await self._submitter.open(
-                    job, caller, limit=limit, timeout_s=timeout_s, told=told, shared=True
+                    job, caller, limits=limits, timeout_s=timeout_s, told=told, shared=True
                 )
             except Cancelled:  # Before it was submitted.
                 pass

@@ -207,6 +207,11 @@ class Models:
         depth = self._settings.max_queue_depth
         return max(1, math.ceil((seats + depth) / record.shards))
 
+    def tenant_limit(self, record: ModelRecord, tenant: str) -> int:
+        """Return how many jobs of a tenant may wait in one lane of one shard; 0: any number."""
+        limit = self._settings.tenant_queue_limit if tenant else 0
+        return math.ceil(limit / record.shards)
+
     def listing(self, caller: KeyRecord) -> list[dict[str, Any]]:
         """Return OpenAI's list of the models that have a worker now and that a caller may use."""
         snapshot = self._snapshot

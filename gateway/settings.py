@@ -76,6 +76,8 @@ class GatewaySettings(RedisSettings):
     """Longest silence in a stream; then a comment is sent."""
     max_queue_depth: int = Field(1000, ge=0, le=10_000_000)
     """Most jobs that may wait in one lane of a pool, beyond those its seats hold; above it 503."""
+    tenant_queue_limit: int = Field(0, ge=0, le=10_000_000)
+    """Most jobs of one tenant that may wait in one lane of a pool; above it 429; 0: no limit."""
     max_streams: int = Field(4096, ge=1, le=1_000_000)
     """Most requests that one process relays at once; above it 503."""
     stream_buffer_bytes: Bytes = 256 << 10

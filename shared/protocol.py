@@ -32,6 +32,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 0
     """Longest answer that its caller may have, whatever the body says; 0: as the worker does it."""
     tenant: str = ""
+    weight: float = 1.0
+    """Of its caller: a tenant's turns go by it."""
     request_id: str = ""
     """The client's own id for it, for log lines only."""
     gateway: str = ""
@@ -149,6 +151,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     """Prompts and answers, charged when a job has ended."""
+    weight: float = 1.0
+    """Share of its tenant's turns, beside those of others that wait in the same lane."""
     disabled: bool = False
     created_ms: int = 0
 

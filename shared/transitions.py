@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
@@ -18,7 +18,7 @@ from shared.errors import (
     QueueUnavailable,
     RequestTimeout,
 )
-from shared.keys import GROUP, tag_of, written
+from shared.keys import LANES, tag_of, written
 from shared.outcomes import (
     Adopted,
     Append,
@@ -68,11 +68,13 @@ class Transitions(Queries):
         *,
         limit: int,
         timeout_s: float,
+        tenant_limit: int = 0,
         reader: str = "",
         replicas: int = 0,
         wait_s: float = 1,
     ) -> Submitted:
-        """Put a job into its lane unless the lane holds `limit` jobs, queued and running.
+        """Put a job into its lane unless the lane holds `limit` jobs, queued and running, or
+        `tenant_limit` of the job's tenant that wait, if that is above 0.
 
         With a `reader` the job lives while it, or another one, is there, and for its patience.
         Where fewer `replicas` than these have it within `wait_s`, `QueueUnavailable` is raised, and
@@ -93,6 +95,8 @@ class Transitions(Queries):
             job.tenant,
             reader,
             -1 if job.patience_s is None else int(job.patience_s * 1000),
+            job.weight,
+            tenant_limit,
         ]
         if replicas:
             calls, wait = [("submit", names, args)], (replicas, int(wait_s * 1000))
@@ -104,7 +108,7 @@ class Transitions(Queries):
         verdict = reply[0].decode()
         if had < replicas and verdict in ("queued", "known"):
             raise QueueUnavailable("The queue has too few copies of its data. Try again later.")
-        if verdict == "full":
+        if verdict in ("full", "tenant_full"):
             return Submitted(verdict, entries=reply[1], oldest_s=reply[2] / 1000)
         return Submitted(verdict)
 
@@ -114,16 +118,26 @@ class Transitions(Queries):
             await self._call("create_lanes", list(self._streams(job_tag)), [LANE_TTL_MS])
 
     async def claim(
-        self, job_tag: str, limits: dict[str, int], worker: str, *, returned: bool = True
+        self,
+        job_tag: str,
+        limits: dict[str, int],
+        worker: str,
+        *,
+        returned: bool = True,
+        batch_turn: int = 0,
+        batch_max_wait_s: float = 0,
     ) -> list[Claimed]:
         """Take entries at once, lane by lane. `limits`: lane → the most to have in all after it.
 
-        `returned`: also those that were handed back. Raises `LanesLost` after data loss: create the
-        lanes again.
+        `returned`: also those that were handed back. `batch_turn`: the most to take from the batch
+        lane before all others, where something waits there for longer than `batch_max_wait_s`.
+        Raises `LanesLost` after data loss: create the lanes again.
         """
         streams = self._streams(job_tag, limits, returned=returned)
-        ceilings = [limits[lane] for lane, _ in streams.values()]
-        reply = await self._call("claim", list(streams), [worker, *ceilings])
+        args: list[Any] = [worker, LANE_TTL_MS, int(batch_max_wait_s * 1000)]
+        for lane, back in streams.values():
+            args += [limits[lane], int(not back), batch_turn if lane == LANES[-1] else 0]
+        reply = await self._call("claim", list(streams), args)
         places = list(streams.values())
         claimed = []
         for index, entry, job_id in reply:
@@ -131,34 +145,29 @@ class Transitions(Queries):
             claimed.append(Claimed(job_tag, lane, back, entry, job_id.decode()))
         return claimed
 
-    async def wait_claim(
+    async def wait(
         self,
         blocking: Redis | Clients,
         job_tag: str,
         lanes: Sequence[str],
-        worker: str,
         block_s: float,
         *,
         returned: bool = True,
-    ) -> list[Claimed]:
-        """Wait for an entry on a connection of its own; at most one from each stream.
+    ) -> bool:
+        """Wait, on a connection of its own, until there is something to claim; False if not.
 
-        Ends early, with nothing, when another connection unblocks this one.
+        Ends early when another connection unblocks this one. Who was told must claim at once.
         """
-        streams = self._streams(job_tag, lanes, returned=returned)
+        bells = [
+            self._keys.bell(job_tag, lane, returned=back)
+            for lane, back in self._streams(job_tag, lanes, returned=returned).values()
+        ]
 
         async def read(redis: Redis) -> Any:
-            return await redis.xreadgroup(
-                GROUP, worker, dict.fromkeys(streams, ">"), count=1, block=int(block_s * 1000)
-            )
+            return await cast(Awaitable[Any], redis.blpop(bells, timeout=block_s))
 
         async with translated():
-            reply = await clients_of(blocking).run(job_tag, read)
-        return [
-            Claimed(job_tag, *streams[name.decode()], entry, fields.get(b"j", b"").decode())
-            for name, entries in reply or ()
-            for entry, fields in entries
-        ]
+            return await clients_of(blocking).run(job_tag, read) is not None
 
     async def adopt(
         self, claimed: Claimed, owner: str, worker: str, *, idle_s: float = 0

@@ -76,6 +76,8 @@ class Claims:
         """Whether what is ours can only be of this process, not of one before it with its name."""
         self._unsure = True
         """Whether entries may be ours without our knowing: a reply was lost."""
+        self._odd = False
+        """Whether batch work, where it has waited too long, comes first for a single free seat."""
         self._crowded = False
         """Whether a suspect was handed back that must wait until no other runs here."""
 
@@ -155,28 +157,34 @@ class Claims:
         # What was handed back may be suspect. One that can't run beside others waits for them.
         self._crowded = self._crowded and self._running.suspect
         returned = not self._crowded and self._running.takes_suspect()
-        claimed = await self._transitions.claim(self.tag(), limits, worker, returned=returned)
+        max_wait_s = self._settings.batch_max_wait_s
+        claimed = await self._transitions.claim(
+            self.tag(),
+            limits,
+            worker,
+            returned=returned,
+            batch_turn=(limits.get(LANES[-1], 0) + self._odd) // 2 if max_wait_s else 0,
+            batch_max_wait_s=max_wait_s,
+        )
         if not claimed:
-            claimed = await self._wait(tuple(limits), returned)
+            await self._wait(tuple(limits), returned)
+            return
+        self._odd = not self._odd
         adoptions = (self._adopt(one) for one in claimed)
         # Wait for all, also after a failure: one that is still under way would be adopted twice.
         for failure in await asyncio.gather(*adoptions, return_exceptions=True):
             if failure is not None:
                 raise failure
 
-    async def _wait(self, lanes: tuple[str, ...], returned: bool) -> list[Claimed]:
+    async def _wait(self, lanes: tuple[str, ...], returned: bool) -> None:
+        """Wait until something may be there to claim."""
         self._blocked_on = lanes
         try:
-            if self._stopping:
-                return []
-            return await self._transitions.wait_claim(
-                self._blocking,
-                self.tag(),
-                lanes,
-                self._settings.worker_id,
-                BLOCK_S if returned else SUSPECT_POLL_S,
-                returned=returned,
-            )
+            if not self._stopping:
+                block_s = BLOCK_S if returned else SUSPECT_POLL_S
+                await self._transitions.wait(
+                    self._blocking, self.tag(), lanes, block_s, returned=returned
+                )
         finally:
             self._blocked_on = ()
 

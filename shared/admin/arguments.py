@@ -7,7 +7,7 @@ import re
 from functools import partial
 from typing import Any
 
-from shared.apikeys import is_key_id
+from shared.apikeys import LEAST_WEIGHT, MOST_WEIGHT, is_key_id
 from shared.keys import LANES
 
 _MOST = 100_000
@@ -121,6 +121,14 @@ def _add_keys(keys: argparse.ArgumentParser) -> None:
     edit.add_argument("--name", type=_name, help="for people")
     _add_rights(edit)
 
+    create.add_argument(
+        "--weight",
+        type=_weight,
+        default=1.0,
+        metavar="W",
+        help="its tenant's share of a lane, beside other tenants' (default %(default).0f)",
+    )
+
     commands.add_parser("list", help="list them")
     for name, what in (
         ("show", "tell all about one but its secret"),
@@ -210,6 +218,13 @@ def _bound(text: str, *, most: int) -> int:
     if not 0 <= number <= most:
         raise argparse.ArgumentTypeError(f"must be from 0 to {most}")
     return number
+
+
+def _weight(text: str) -> float:
+    value = float(text)
+    if not LEAST_WEIGHT <= value <= MOST_WEIGHT:
+        raise argparse.ArgumentTypeError(f"must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    return value
 
 
 def _name(text: str) -> str:

@@ -138,6 +138,7 @@ async def requeue(access: Access, job_id: str, timeout_s: float) -> Requeued:
         job.model,
         int(job.stream),
         job.tenant,
+        job.weight,
     ]
     reply = await access.at(job_tag, lambda redis: _requeue(redis, names, args))
     if reply[0] == b"unreadable":

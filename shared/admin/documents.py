@@ -257,6 +257,7 @@ class Key(Record, frozen=True, kw_only=True):
     max_body_bytes: int | None
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    weight: float
     created: float
     old_secret_until: float | None
     """Until when the secret before the last rotation is valid, too."""

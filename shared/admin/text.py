@@ -223,6 +223,7 @@ def key(document: Key) -> str:
         ("max body", None if most is None else size(most)),
         ("requests a minute", document.requests_per_minute),
         ("tokens a minute", document.tokens_per_minute),
+        ("weight", f"{document.weight:g}"),
         ("created", moment(document.created)),
         ("old secret until", moment(document.old_secret_until)),
     ]

@@ -12,6 +12,7 @@ redis.call('XACK', stream, 'workers', entry)
 redis.call('XDEL', stream, entry)
 local back = redis.call('XADD', KEYS[3], '*', 'j', ARGV[1])
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
+ring(KEYS[3], ARGV[3])
 if ARGV[4] == '1' then
   strikes = redis.call('XLEN', KEYS[4]) > tonumber(base) and 1 or strikes + 1
 else

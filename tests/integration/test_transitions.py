@@ -256,22 +256,178 @@ async def test_creating_lanes_again_changes_nothing(pool: Pool) -> None:
     assert await pool.publish(adopted, 1, BODY) == Verdict("ok", 1)
 
 
-async def test_waiting_for_a_claim(pool: Pool) -> None:
-    job = await pool.submit(lane="batch")
-    wait = pool.transitions.wait_claim
-    assert await wait(pool.redis, TAG, ["interactive"], "w1", 0.01) == []
-    (claimed,) = await wait(pool.redis, TAG, ["interactive", "batch"], "w1", 0.01)
-    assert (claimed.job_id, claimed.lane, claimed.returned) == (job.id, "batch", False)
-    assert await wait(pool.redis, TAG, ["interactive", "batch"], "w1", 0.01) == []
+async def test_waiting_for_something_to_claim(pool: Pool) -> None:
+    wait = pool.transitions.wait
+    assert not await wait(pool.redis, TAG, LANES, 0.01)
+    await pool.submit(lane="batch")
+    assert not await wait(pool.redis, TAG, ["interactive"], 0.01)
+    assert await wait(pool.redis, TAG, LANES, 0.01)
+    await pool.submit(lane="batch")
+    assert len(await pool.claim()) == 2
+    assert not await wait(pool.redis, TAG, LANES, 0.01)
 
 
-async def test_waiting_for_a_claim_of_what_was_handed_back(pool: Pool) -> None:
+async def test_waiting_for_what_was_handed_back(pool: Pool) -> None:
     adopted = await pool.adopt()
     await pool.transitions.hand_back(adopted)
-    wait = pool.transitions.wait_claim
-    assert await wait(pool.redis, TAG, LANES, "w1", 0.01, returned=False) == []
-    (claimed,) = await wait(pool.redis, TAG, LANES, "w1", 0.01)
+    wait = pool.transitions.wait
+    assert await pool.transitions.claim(TAG, BOTH, "w1", returned=False) == []
+    assert not await wait(pool.redis, TAG, LANES, 0.01, returned=False)
+    assert await wait(pool.redis, TAG, LANES, 0.01)
+    (claimed,) = await pool.claim()
     assert (claimed.job_id, claimed.returned) == (adopted.job.id, True)
+
+
+async def test_who_leaves_something_wakes_the_next(pool: Pool) -> None:
+    for _ in range(3):
+        await pool.submit()
+    for _ in range(3):
+        assert await pool.transitions.wait(pool.redis, TAG, LANES, 0.01)
+        assert len(await pool.claim(interactive=1)) == 1
+    # One may be woken for nothing: that it was the last is seen by who looks for more.
+    await pool.transitions.wait(pool.redis, TAG, LANES, 0.01)
+    assert await pool.claim() == []
+    assert not await pool.transitions.wait(pool.redis, TAG, LANES, 0.01)
+
+
+# Fairness between the tenants of a lane
+
+
+async def _order(pool: Pool, count: int) -> list[str]:
+    """Claim one by one and return whose jobs they are."""
+    tenants = []
+    for _ in range(count):
+        (claimed,) = await pool.claim(interactive=1)
+        tenant: Any = await pool.redis.hget(pool.keys.job(claimed.job_id), "tenant")
+        tenants.append(tenant.decode())
+    return tenants
+
+
+async def _tenants_keys(pool: Pool) -> list[bytes]:
+    found: Any = await pool.redis.keys("*:tenant*")
+    return list(found)
+
+
+async def test_tenants_take_turns_and_each_keeps_its_own_order(pool: Pool) -> None:
+    large = [await pool.submit(tenant="large") for _ in range(6)]
+    assert await _order(pool, 2) == ["large", "large"]
+    small = [await pool.submit(tenant="small") for _ in range(3)]
+    claimed = await pool.claim(interactive=7)
+    ids = [one.job_id for one in claimed]
+    assert [one for one in ids if one in {job.id for job in large}] == [j.id for j in large[2:]]
+    assert [one for one in ids if one in {job.id for job in small}] == [job.id for job in small]
+    assert small[0].id in ids[:2]
+    assert small[2].id in ids[:6]
+    assert await pool.claim() == []
+    assert await _tenants_keys(pool) == []
+
+
+async def test_weights_divide_the_turns(pool: Pool) -> None:
+    for _ in range(40):
+        await pool.submit(tenant="one")
+        await pool.submit(tenant="three", weight=3.0)
+    for _ in range(5):
+        order = await _order(pool, 8)
+        assert (order.count("one"), order.count("three")) == (2, 6)
+
+
+async def test_a_tenant_gains_nothing_by_having_no_second_job_in_the_lane(pool: Pool) -> None:
+    for _ in range(6):
+        await pool.submit(tenant="many")
+    order = []
+    for _ in range(10):
+        if not order or order[-1] == "single":
+            await pool.submit(tenant="single")
+        order += await _order(pool, 1)
+    assert 4 <= order.count("single") <= 6
+
+
+async def test_a_tenant_gains_nothing_by_having_been_away(pool: Pool) -> None:
+    for _ in range(30):
+        await pool.submit(tenant="there")
+    await _order(pool, 10)
+    for _ in range(10):
+        await pool.submit(tenant="back")
+    order = await _order(pool, 10)
+    assert order.count("back") == 5
+
+
+async def test_cancelled_jobs_take_no_turn(pool: Pool) -> None:
+    jobs = [await pool.submit(tenant="a") for _ in range(4)]
+    other = await pool.submit(tenant="b")
+    for job in jobs[:3]:
+        await pool.transitions.cancel(job.id, job.lane)
+    assert await pool.redis.zcard(pool.keys.tenant(TAG, "interactive", "a")) == 1
+    assert {one.job_id for one in await pool.claim()} == {jobs[3].id, other.id}
+    assert await pool.claim() == []
+    assert await _tenants_keys(pool) == []
+
+
+async def test_entries_that_are_gone_are_passed_over(pool: Pool) -> None:
+    await pool.submit(tenant="a")
+    lane = pool.keys.lane(TAG, "interactive")
+    ((entry, _),) = await pool.redis.xrange(lane)
+    await pool.redis.xdel(lane, entry)
+    job = await pool.submit(tenant="a")
+    assert [one.job_id for one in await pool.claim()] == [job.id]
+    assert await pool.claimed() == 1
+
+
+async def test_entries_that_no_tenant_has_are_found(pool: Pool) -> None:
+    """Those of another version's gateway, and all of a group that was lost."""
+    jobs = [await pool.submit(tenant="a") for _ in range(120)]
+    await pool.claim(interactive=3)
+    await pool.redis.delete(*await _tenants_keys(pool))
+    found = await pool.claim("w2", interactive=200)
+    while len(found) < 117 and await pool.transitions.wait(pool.redis, TAG, LANES, 0.01):
+        found += await pool.claim("w2", interactive=200)
+    assert [one.job_id for one in found] == [job.id for job in jobs[3:]]
+    assert await pool.claim() == []
+    assert len(await pool.transitions.pending(TAG, worker="w1")) == 3
+
+
+async def test_batch_that_waits_too_long_has_its_turn(pool: Pool) -> None:
+    batch = [await pool.submit(lane="batch", tenant=t) for t in "aab"]
+    chats = [await pool.submit() for _ in range(6)]
+    claim = pool.transitions.claim
+    one = {"interactive": 1, "batch": 1}
+    (claimed,) = await claim(TAG, one, "w1", batch_turn=1, batch_max_wait_s=60)
+    assert claimed.job_id == chats[0].id
+    await asyncio.sleep(0.03)
+    (claimed,) = await claim(TAG, one, "w1", batch_turn=0, batch_max_wait_s=0.02)
+    assert claimed.job_id == chats[1].id
+    (claimed,) = await claim(TAG, one, "w1", batch_turn=1, batch_max_wait_s=0.02)
+    assert claimed.job_id == batch[0].id
+    claimed_both = await claim(TAG, BOTH, "w1", batch_turn=2, batch_max_wait_s=0.02)
+    assert [c.lane for c in claimed_both] == ["batch"] * 2 + ["interactive"] * 2
+    limits = {"interactive": 1}
+    (claimed,) = await claim(TAG, limits, "w1", batch_turn=1, batch_max_wait_s=0.02)
+    assert claimed.job_id == chats[4].id
+
+
+async def test_batch_that_was_handed_back_has_its_turn_too(pool: Pool) -> None:
+    adopted = await pool.adopt(lane="batch")
+    await pool.transitions.hand_back(adopted)
+    await pool.submit()
+    await asyncio.sleep(0.03)
+    one = {"interactive": 1, "batch": 1}
+    (claimed,) = await pool.transitions.claim(TAG, one, "w1", batch_turn=1, batch_max_wait_s=0.02)
+    assert claimed.job_id == adopted.job.id
+
+
+async def test_submit_is_refused_at_the_tenants_limit(pool: Pool) -> None:
+    for _ in range(2):
+        await pool.submit(tenant="a")
+    await asyncio.sleep(0.02)
+    submit = pool.transitions.submit
+    refused = await submit(make_job(tenant="a"), limit=9, timeout_s=60, tenant_limit=2)
+    assert (refused.verdict, refused.entries) == ("tenant_full", 2)
+    assert 0.02 <= refused.oldest_s < 30
+    other = await submit(make_job(tenant="b"), limit=9, timeout_s=60, tenant_limit=2)
+    assert other.verdict == "queued"
+    await pool.claim(interactive=2)
+    again = await submit(make_job(tenant="a"), limit=9, timeout_s=60, tenant_limit=2)
+    assert again.verdict == "queued"
 
 
 # adopt

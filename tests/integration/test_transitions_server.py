@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -121,10 +122,63 @@ async def test_a_full_server_still_takes_what_keeps_workers_alive(
     await registry.announce(worker, [ModelRecord(name="m", pool="m")], lease_s=3)
     assert [one.id for one in (await registry.snapshot()).ready("m")] == ["w1"]
     blocking = connect_blocking(_settings(server.url), name="claim", block_s=1)
-    (claimed,) = await transitions.wait_claim(blocking, TAG, ["interactive"], "w1", 0.01)
+    assert await transitions.wait(blocking, TAG, ["interactive"], 0.01)
+    (claimed,) = await transitions.claim(TAG, BOTH, "w1")
     assert await transitions.pending(TAG, worker="w1") == [claimed]
     await registry.leave("w1")
     await blocking.aclose()
+
+
+# Tenants and bells
+
+
+async def test_ten_thousand_of_one_tenant_delay_anothers_first_by_one_round(
+    transitions: Transitions,
+) -> None:
+    for _ in range(100):
+        many = [make_job(tenant="many") for _ in range(100)]
+        await asyncio.gather(*(transitions.submit(one, limit=99_999, timeout_s=60) for one in many))
+    assert len(await transitions.claim(TAG, BOTH, "w1")) == 4
+    first = make_job(tenant="first")
+    await transitions.submit(first, limit=99_999, timeout_s=60)
+    claimed = await transitions.claim(TAG, {"interactive": 2}, "w1")
+    assert first.id in [one.job_id for one in claimed]
+
+
+async def test_no_worker_sleeps_while_something_waits(
+    transitions: Transitions, redis: Redis, server: ValkeyServer
+) -> None:
+    """None looks by itself here: a wake-up that is lost leaves its job in the lane."""
+    count, claimed = 400, asyncio.Queue[str]()
+
+    async def work(name: str) -> None:
+        blocking = connect_blocking(_settings(server.url), name=name, block_s=60)
+        try:
+            while True:
+                limits = {"interactive": random.choice([1, 2])}
+                found = await transitions.claim(TAG, limits, name)
+                for one in found:
+                    claimed.put_nowait(one.job_id)
+                if not found:
+                    await transitions.wait(blocking, TAG, ["interactive"], 60)
+        finally:
+            await blocking.aclose()
+
+    workers = [asyncio.create_task(work(f"w{n}")) for n in range(5)]
+    submitted = []
+    for at in range(count):
+        job = make_job(tenant=random.choice("abc"))
+        submitted.append(job.id)
+        await transitions.submit(job, limit=9999, timeout_s=60)
+        if at % 7 == 0:
+            await asyncio.sleep(0.001)
+    async with asyncio.timeout(10):
+        found = [await claimed.get() for _ in range(count)]
+    assert sorted(found) == sorted(submitted)
+    await _blocked(redis, 5)
+    for task in workers:
+        task.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
 
 
 # Data loss
@@ -135,8 +189,6 @@ async def test_after_data_loss_lanes_are_made_again(transitions: Transitions, re
     await redis.flushall()
     with pytest.raises(LanesLost):
         await transitions.claim(TAG, BOTH, "w1")
-    with pytest.raises(LanesLost):
-        await transitions.wait_claim(redis, TAG, ["interactive"], "w1", 0.01)
     with pytest.raises(LanesLost):
         await transitions.pending(TAG, worker="w1")
     append = append_of(lost.job.id, lost.owner, 0, 1, [b"a"])
@@ -153,20 +205,6 @@ async def test_after_data_loss_lanes_are_made_again(transitions: Transitions, re
     assert [one.job_id for one in await transitions.claim(TAG, BOTH, "w1")] == [job.id]
 
 
-async def test_data_loss_wakes_a_waiting_worker(
-    transitions: Transitions, redis: Redis, server: ValkeyServer
-) -> None:
-    blocking = connect_blocking(_settings(server.url), name="claim", block_s=30)
-    wait = asyncio.create_task(
-        transitions.wait_claim(blocking, TAG, ["interactive"], "w1", block_s=30)
-    )
-    await _blocked(redis, 1)
-    await redis.flushall()
-    with pytest.raises(QueueUnavailable):
-        await asyncio.wait_for(wait, 5)
-    await blocking.aclose()
-
-
 async def _blocked(redis: Redis, count: int) -> None:
     async with asyncio.timeout(5):
         while (await redis.info("clients"))["blocked_clients"] != count:  # noqa: ASYNC110
@@ -181,16 +219,12 @@ async def test_a_blocking_read_is_ended_from_another_connection(
 ) -> None:
     blocking = connect_blocking(_settings(server.url), name="claim", block_s=30)
     client_id = await blocking.client_id()
-    wait = asyncio.create_task(
-        transitions.wait_claim(blocking, TAG, ["interactive"], "w1", block_s=30)
-    )
+    wait = asyncio.create_task(transitions.wait(blocking, TAG, ["interactive"], block_s=30))
     await _blocked(redis, 1)
     await redis.client_unblock(client_id)
-    assert await asyncio.wait_for(wait, 1) == []
-    job = make_job()
-    await transitions.submit(job, limit=9, timeout_s=60)
-    (claimed,) = await transitions.wait_claim(blocking, TAG, ["interactive"], "w1", block_s=30)
-    assert claimed.job_id == job.id
+    assert not await asyncio.wait_for(wait, 1)
+    await transitions.submit(make_job(), limit=9, timeout_s=60)
+    assert await transitions.wait(blocking, TAG, ["interactive"], block_s=30)
     await blocking.aclose()
 
 
@@ -199,7 +233,7 @@ async def test_a_blocking_read_outlasts_the_timeout_of_ordinary_commands(
 ) -> None:
     blocking = connect_blocking(_settings(server.url, timeout_s=0.1), name="claim", block_s=0.4)
     begun = time.monotonic()
-    assert await transitions.wait_claim(blocking, TAG, ["interactive"], "w1", 0.4) == []
+    assert not await transitions.wait(blocking, TAG, ["interactive"], 0.4)
     assert time.monotonic() - begun >= 0.4
     await blocking.aclose()
 
@@ -215,7 +249,7 @@ async def test_every_call_says_so_when_the_server_is_away() -> None:
         transitions.create_lanes([TAG]),
         transitions.claim(TAG, BOTH, "w1"),
         transitions.pending(TAG, worker="w1"),
-        transitions.wait_claim(redis, TAG, ["batch"], "w1", 0.01),
+        transitions.wait(redis, TAG, ["batch"], 0.01),
         transitions.write([append_of(job.id, "o", 0, 1, [b"a"])], []),
         transitions.cancel(job.id, job.lane),
         transitions.beat(TAG, "w1", []),

@@ -36,6 +36,7 @@ class Queue(Transitions):
         self.limits: list[dict[str, int]] = []
         self.waits: list[tuple[str, ...]] = []
         self.returned: list[bool] = []
+        self.turns: list[tuple[int, float]] = []
         self.created = 0
         self.handed_back: list[str] = []
         self.cancelled: list[str] = []
@@ -70,9 +71,17 @@ class Queue(Transitions):
         self.created += 1
 
     async def claim(
-        self, job_tag: str, limits: dict[str, int], worker: str, *, returned: bool = True
+        self,
+        job_tag: str,
+        limits: dict[str, int],
+        worker: str,
+        *,
+        returned: bool = True,
+        batch_turn: int = 0,
+        batch_max_wait_s: float = 0,
     ) -> list[Claimed]:
         await asyncio.sleep(0)
+        self.turns.append((batch_turn, batch_max_wait_s))
         self.limits.append(limits)
         self.returned.append(returned)
         claimed: list[Claimed] = []
@@ -84,18 +93,17 @@ class Queue(Transitions):
         self._fail("claim")
         return claimed
 
-    async def wait_claim(
+    async def wait(
         self,
         blocking: Redis | Clients,
         job_tag: str,
         lanes: Sequence[str],
-        worker: str,
         block_s: float,
         *,
         returned: bool = True,
-    ) -> list[Claimed]:
+    ) -> bool:
         self.waits.append(tuple(lanes))
-        self._fail("wait_claim")
+        self._fail("wait")
         while not any(self.lanes[lane] for lane in lanes):
             self.news.clear()
             news = asyncio.ensure_future(self.news.wait())
@@ -105,8 +113,8 @@ class Queue(Transitions):
             stop.cancel()
             if self.unblocked.is_set() or not self.news.is_set():
                 self.unblocked.clear()
-                return []
-        return [self._take(lane, self.lanes[lane].pop(0)) for lane in lanes if self.lanes[lane]]
+                return False
+        return True
 
     async def pending(
         self, job_tag: str, *, worker: str | None = None, idle_s: float = 0
@@ -351,17 +359,30 @@ async def test_an_idle_engine_gets_work_whatever_its_load_says() -> None:
         await bench.begun(1)
 
 
-async def test_what_a_wait_brings_beyond_the_seats_goes_back() -> None:
-    """A wait over two lanes may bring one entry of each."""
-    bench = Bench(seats=1)
+async def test_batch_has_every_other_turn_where_it_has_waited_too_long() -> None:
+    bench = Bench(seats=3, interactive_reserve=0, batch_max_wait_s=7)
+    bench.queue.put(*jobs(3))
     async with claiming(bench):
-        await bench.until(lambda: bench.queue.waits)
-        chat, batch = make_job(), make_job(lane="batch")
-        bench.queue.put(chat, batch)
-        await bench.begun(1)
-        await bench.until(lambda: bench.queue.handed_back)
-        assert bench.ids == [chat.id]
-        assert bench.queue.handed_back == [batch.id]
+        await bench.begun(3)
+        for ended in range(4):
+            bench.queue.put(*jobs(1))
+            await bench.end(bench.started[ended])
+            await bench.begun(4 + ended)
+        single = [
+            turn
+            for turn, limits in zip(bench.queue.turns, bench.queue.limits, strict=True)
+            if limits["batch"] == 1
+        ]
+    assert single == [(1, 7), (0, 7)] * 2
+    assert bench.queue.turns[0] == (1, 7)
+
+
+async def test_batch_has_no_turns_of_its_own_without_a_longest_wait() -> None:
+    bench = Bench(seats=4, batch_max_wait_s=0)
+    bench.queue.put(*jobs(2))
+    async with claiming(bench):
+        await bench.begun(2)
+    assert {turn for turn, _ in bench.queue.turns} == {0}
 
 
 @pytest.mark.parametrize(
@@ -455,16 +476,16 @@ async def test_lost_lanes_are_made_again() -> None:
         await bench.begun(1)
 
 
-@pytest.mark.parametrize("where", ["create_lanes", "claim", "wait_claim", "adopt"])
+@pytest.mark.parametrize("where", ["create_lanes", "claim", "wait", "adopt"])
 @pytest.mark.parametrize("error", [QueueUnavailable(), LanesLost(), QueueFull()])
 async def test_trouble_in_any_call_ends_by_itself(where: str, error: Exception) -> None:
     bench = Bench()
     bench.queue.failures[where] = [error]
-    if where != "wait_claim":
+    if where != "wait":
         bench.queue.put(*jobs(1))
     async with claiming(bench):
-        if where == "wait_claim":
-            await bench.until(lambda: not bench.queue.failures["wait_claim"])
+        if where == "wait":
+            await bench.until(lambda: not bench.queue.failures["wait"])
             bench.queue.put(*jobs(1))
         await bench.begun(1)
         await bench.turns()
@@ -515,7 +536,7 @@ async def test_what_already_runs_is_not_adopted_again() -> None:
     async with claiming(bench):
         await bench.begun(1)
         await bench.until(lambda: bench.queue.waits)
-        bench.queue.failures["wait_claim"] = [QueueUnavailable()]
+        bench.queue.failures["wait"] = [QueueUnavailable()]
         bench.queue.unblocked.set()
         await bench.until(lambda: bench.queue.created == 2)
         await bench.turns()
