@@ -55,7 +55,8 @@ def test_a_secret_is_shown_once_and_kept_nowhere(call: Call, valkey: ValkeyServe
     made = document(
         call(
             "--json keys create reports --tenant acme --models llama,tiny --highest-lane batch "
-            "--on-disconnect grace=5 --max-tokens 100 --max-in-flight 3 --max-body-bytes 4096"
+            "--on-disconnect grace=5 --max-tokens 100 --max-in-flight 3 --max-body-bytes 4096 "
+            "--weight 2.5"
         )
     )
     secret, key_id = made.pop("secret"), made["id"]
@@ -71,6 +72,7 @@ def test_a_secret_is_shown_once_and_kept_nowhere(call: Call, valkey: ValkeyServe
         "max_tokens": 100,
         "max_in_flight": 3,
         "max_body_bytes": 4096,
+        "weight": 2.5,
         "old_secret_until": None,
     }
     assert {name: made[name] for name in told} == told
