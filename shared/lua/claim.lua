@@ -11,7 +11,7 @@
 -- -> {{index of the stream from 1, entry, job id}, ...}
 local NEVER_MS, LOOKS = '1000000000000', 100
 local worker, ttl_ms = ARGV[1], ARGV[2]
-local claimed = {}
+local claimed, quiet = {}, {}
 
 local function add(index, entry)
   claimed[#claimed + 1] = {index, entry[1], entry[2] and entry[2][2] or ''}
@@ -88,14 +88,14 @@ local function take(index, most)
   local stream = KEYS[index]
   local read = ARGV[2 + 3 * index] == '1' and fair or in_order
   if read(index, stream, most) then
-    redis.call('DEL', stream .. ':bell')
+    quiet[#quiet + 1] = stream .. ':bell'
   else
     ring(stream, ttl_ms)
   end
 end
 
 -- Of a lane the next of the tenants whose turn is next.
-local function overdue(index, now_ms)
+local function overdue(index)
   local stream, waiting = KEYS[index], {}
   if ARGV[2 + 3 * index] == '1' then
     for _, tenant in ipairs(redis.call('ZRANGE', stream .. ':tenants', 0, 7)) do
@@ -106,20 +106,21 @@ local function overdue(index, now_ms)
     local page = redis.call('XRANGE', stream, '(' .. from, '+', 'COUNT', 1)
     waiting[1] = page[1] and page[1][1]
   end
+  local now = redis.call('TIME')
+  local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
   for _, entry in ipairs(waiting) do
     if now_ms - string.match(entry, '^%d+') > tonumber(ARGV[3]) then return true end
   end
   return false
 end
 
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 for index = 1, #KEYS do
   local turn = tonumber(ARGV[3 + 3 * index]) - #claimed
-  if turn > 0 and overdue(index, now_ms) then take(index, turn) end
+  if turn > 0 and overdue(index) then take(index, turn) end
 end
 for index = 1, #KEYS do
   local left = tonumber(ARGV[1 + 3 * index]) - #claimed
   if left > 0 then take(index, left) end
 end
+if #quiet > 0 then redis.call('DEL', unpack(quiet)) end
 return claimed

@@ -11,13 +11,14 @@ import pytest
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from shared.connection import connect, connect_blocking
+from shared.connection import clients_of, connect, connect_blocking
 from shared.errors import LanesLost, QueueFull, QueueUnavailable
 from shared.keys import Keys
 from shared.outcomes import Adopted, Finish, Verdict
-from shared.protocol import End, Frame, ModelRecord, WorkerRecord, encode
+from shared.protocol import End, Frame, Job, ModelRecord, WorkerRecord, encode
 from shared.registry import Registry
 from shared.settings import RedisSettings
+from shared.status import read_status
 from shared.transitions import Transitions
 from tests.support.appends import append_of
 from tests.support.proxy import TcpProxy
@@ -143,6 +144,32 @@ async def test_ten_thousand_of_one_tenant_delay_anothers_first_by_one_round(
     await transitions.submit(first, limit=99_999, timeout_s=60)
     claimed = await transitions.claim(TAG, {"interactive": 2}, "w1")
     assert first.id in [one.job_id for one in claimed]
+
+
+async def test_a_jobs_place_goes_by_its_tenants_turns(
+    transitions: Transitions, redis: Redis
+) -> None:
+    async def place(job: Job) -> int | None:
+        found = await read_status(clients_of(redis), KEYS, job.id)
+        assert found is not None
+        return found.position
+
+    large = [make_job(tenant="large") for _ in range(6)]
+    small = [make_job(tenant="small") for _ in range(2)]
+    for job in large + small:
+        await transitions.submit(job, limit=99, timeout_s=60)
+    assert [await place(job) for job in large] == [2, 4, 6, 8, 8, 8]
+    assert [await place(job) for job in small] == [2, 4]
+    claimed = await transitions.claim(TAG, {"interactive": 4}, "w1")
+    assert {one.job_id for one in claimed} == {one.id for one in large[:2] + small}
+    assert await place(large[0]) is None
+    adopted = await transitions.adopt(claimed[0], "o1", "w1")
+    assert isinstance(adopted, Adopted)
+    assert await transitions.hand_back(adopted)
+    assert await place(adopted.job) == 1
+    assert await place(large[5]) == 5
+    assert len(await transitions.claim(TAG, {"interactive": 5}, "w1")) == 5
+    assert await place(large[5]) is None
 
 
 async def test_no_worker_sleeps_while_something_waits(
