@@ -9,6 +9,7 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 | `{p}:{tag}:lane:<lane>` | stream | one entry per job, queued or running: `j` | 7 days, renewed by submit | submit, finish, cancel, adopt | worker |
 | `{p}:{tag}:lane:<lane>:returned` | stream | the same, handed back: claimed before the lane | as above | hand back | worker |
 | `{p}:{tag}:lane:<lane>:tenants` | sorted set | tenant → its virtual time, of those with entries that wait | as above | submit, claim | claim, status |
+| `{p}:{tag}:lane:<lane>:waiting` | sorted set | all entries that wait, by age | as above | submit, claim, cancel | claim |
 | `{p}:{tag}:lane:<lane>:tenant:<tenant>` | sorted set | a tenant's entries that wait, by age | as above | submit, claim, cancel | claim, submit, status |
 | `{p}:{tag}:lane:<lane>:bell` and `…:returned:bell` | list | at most one element: something waits in the stream | as above | submit, hand back, claim | worker |
 | `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream tenant readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
@@ -95,6 +96,9 @@ class Keys:
 
     def returned(self, job_tag: str, lane: str) -> str:
         return self._tagged(job_tag, f"lane:{lane}:returned")
+
+    def waiting(self, job_tag: str, lane: str) -> str:
+        return self.lane(job_tag, lane) + ":waiting"
 
     def tenants(self, job_tag: str, lane: str) -> str:
         return self.lane(job_tag, lane) + ":tenants"

@@ -104,6 +104,15 @@ class Claims:
             return free
         return free - reserve(self._engine.seats, self._settings.interactive_reserve)
 
+    def _batch_room(self) -> int:
+        """Return the seats that batch may take where it has waited too long: free ones, as long as
+        it holds no more than are not reserved."""
+        seats, batch = self._engine.seats, LANES[-1]
+        held = self._running.sequences_of(batch)
+        return min(
+            self._free(LANES[0]), seats - reserve(seats, self._settings.interactive_reserve) - held
+        )
+
     def stop(self) -> None:
         """Claim nothing more."""
         self._stopping = True
@@ -158,12 +167,13 @@ class Claims:
         self._crowded = self._crowded and self._running.suspect
         returned = not self._crowded and self._running.takes_suspect()
         max_wait_s = self._settings.batch_max_wait_s
+        room = min(max(self._batch_room(), 0), AT_ONCE) if max_wait_s else 0
         claimed = await self._transitions.claim(
             self.tag(),
-            limits,
+            {**limits, LANES[-1]: limits.get(LANES[-1], 0)} if room else limits,
             worker,
             returned=returned,
-            batch_turn=(limits.get(LANES[-1], 0) + self._odd) // 2 if max_wait_s else 0,
+            batch_turn=(room + self._odd) // 2,
             batch_max_wait_s=max_wait_s,
         )
         if not claimed:
@@ -236,7 +246,9 @@ class Claims:
         strikes = adopted.strikes
         crowded = strikes > 0 and not self._running.takes_suspect(strikes)
         self._crowded = self._crowded or crowded
-        return self._stopping or crowded or self._free(adopted.claimed.lane) <= 0
+        lane = adopted.claimed.lane
+        room = self._free(lane) if lane == LANES[0] else self._batch_room()
+        return self._stopping or crowded or room <= 0
 
 
 async def _none(adopted: Adopted) -> bool:

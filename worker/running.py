@@ -34,6 +34,11 @@ class Running:
         """Whether one of them may be what killed another worker."""
         return any(run.suspect for run in self._seated)
 
+    def sequences_of(self, lane: str) -> int:
+        """Return the sequences of one lane's jobs."""
+        jobs = (run.adopted.job for run in self._seated)
+        return sum(max(job.sequences, 1) for job in jobs if job.lane == lane)
+
     def add(self, run: Run) -> None:
         self._seated.add(run)
         self.jobs[run.adopted.job.id] = run

@@ -7,7 +7,7 @@
 -- KEYS  streams, the most urgent first
 -- ARGV  worker, lane_ttl_ms, max_wait_ms, then per stream: the most to have claimed altogether once it
 --       has been read; '1' for a lane, '0' for what was handed back; the most to have claimed from it
---       before all others, if something has waited there for longer than max_wait_ms
+--       before all others, of what has waited there for longer than max_wait_ms
 -- -> {{index of the stream from 1, entry, job id}, ...}
 local NEVER_MS, LOOKS = '1000000000000', 100
 local worker, ttl_ms = ARGV[1], ARGV[2]
@@ -15,6 +15,16 @@ local claimed, quiet = {}, {}
 
 local function add(index, entry)
   claimed[#claimed + 1] = {index, entry[1], entry[2] and entry[2][2] or ''}
+end
+
+local function drop(stream, tenant, entry)
+  redis.call('ZREM', stream .. ':tenant:' .. tenant, entry)
+  redis.call('ZREM', stream .. ':waiting', entry)
+end
+
+local function advance(stream, tenant, entry)
+  local weight = math.max(tonumber(entry[2][4]) or 1, 0.01)
+  redis.call('ZINCRBY', stream .. ':tenants', string.format('%.9f', 1 / weight), tenant)
 end
 
 local function force(stream, entry)
@@ -44,6 +54,7 @@ local function unlisted(index, stream, most)
     local entry = force(stream, one[1])
     if entry then
       add(index, entry)
+      redis.call('ZREM', stream .. ':waiting', one[1])
       taken = taken + 1
     end
     last = one[1]
@@ -63,11 +74,10 @@ local function fair(index, stream, most)
     local oldest = redis.call('ZRANGE', own, 0, 0)[1]
     if oldest then
       local entry = force(stream, oldest)
-      redis.call('ZREM', own, oldest)
+      drop(stream, tenant, oldest)
       if entry then
         add(index, entry)
-        local weight = math.max(tonumber(entry[2][4]) or 1, 0.01)
-        redis.call('ZINCRBY', tenants, string.format('%.9f', 1 / weight), tenant)
+        advance(stream, tenant, entry)
       end
     else
       redis.call('ZREM', tenants, tenant)
@@ -94,29 +104,42 @@ local function take(index, most)
   end
 end
 
--- Of a lane the next of the tenants whose turn is next.
-local function overdue(index)
-  local stream, waiting = KEYS[index], {}
-  if ARGV[2 + 3 * index] == '1' then
-    for _, tenant in ipairs(redis.call('ZRANGE', stream .. ':tenants', 0, 7)) do
-      waiting[#waiting + 1] = redis.call('ZRANGE', stream .. ':tenant:' .. tenant, 0, 0)[1]
+local now = redis.call('TIME')
+local oldest_ms = now[1] * 1000 + math.floor(now[2] / 1000) - tonumber(ARGV[3])
+local function overdue(entry) return entry and tonumber(string.match(entry, '^%d+')) < oldest_ms end
+
+-- The oldest of a lane, whosever they are.
+local function take_overdue(index, most)
+  local stream, until_claimed = KEYS[index], #claimed + most
+  for _ = 1, most + LOOKS do
+    local oldest = redis.call('ZRANGE', stream .. ':waiting', 0, 0)[1]
+    if #claimed == until_claimed or not overdue(oldest) then return end
+    local entry = force(stream, oldest)
+    local tenant = entry and entry[2][6] or ''
+    drop(stream, tenant, oldest)
+    if entry then
+      add(index, entry)
+      advance(stream, tenant, entry)
     end
-  elseif redis.call('XLEN', stream) > 0 then
-    local from = group_of(stream)['last-delivered-id'] or '0-0'
-    local page = redis.call('XRANGE', stream, '(' .. from, '+', 'COUNT', 1)
-    waiting[1] = page[1] and page[1][1]
   end
-  local now = redis.call('TIME')
-  local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-  for _, entry in ipairs(waiting) do
-    if now_ms - string.match(entry, '^%d+') > tonumber(ARGV[3]) then return true end
-  end
-  return false
+end
+
+local function overdue_return(stream)
+  if redis.call('XLEN', stream) == 0 then return false end
+  local from = group_of(stream)['last-delivered-id'] or '0-0'
+  local page = redis.call('XRANGE', stream, '(' .. from, '+', 'COUNT', 1)
+  return page[1] and overdue(page[1][1])
 end
 
 for index = 1, #KEYS do
   local turn = tonumber(ARGV[3 + 3 * index]) - #claimed
-  if turn > 0 and overdue(index) then take(index, turn) end
+  if turn > 0 then
+    if ARGV[2 + 3 * index] == '1' then
+      take_overdue(index, turn)
+    elseif overdue_return(KEYS[index]) then
+      take(index, turn)
+    end
+  end
 end
 for index = 1, #KEYS do
   local left = tonumber(ARGV[1 + 3 * index]) - #claimed

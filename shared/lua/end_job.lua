@@ -9,7 +9,10 @@ local function end_job(job, log, stream, channel, owner, base, seq, body, outcom
   local entry, state, tenant = unpack(redis.call('HMGET', job, 'entry', 'state', 'tenant'))
   redis.call('XACK', stream, 'workers', entry)
   redis.call('XDEL', stream, entry)
-  if state == 'queued' then redis.call('ZREM', stream .. ':tenant:' .. (tenant or ''), entry) end
+  if state == 'queued' then
+    redis.call('ZREM', stream .. ':tenant:' .. (tenant or ''), entry)
+    redis.call('ZREM', stream .. ':waiting', entry)
+  end
   local now = redis.call('TIME')
   redis.call('HSET', job, 'state', 'done', 'outcome', outcome, 'ended_by', owner, 'usage', usage,
     'finished', now[1] * 1000 + math.floor(now[2] / 1000))

@@ -305,7 +305,7 @@ async def _order(pool: Pool, count: int) -> list[str]:
 
 async def _tenants_keys(pool: Pool) -> list[bytes]:
     found: Any = await pool.redis.keys("*:tenant*")
-    return list(found)
+    return [*found, *await pool.redis.keys("*:waiting")]
 
 
 async def test_tenants_take_turns_and_each_keeps_its_own_order(pool: Pool) -> None:
@@ -334,7 +334,7 @@ async def test_weights_divide_the_turns(pool: Pool) -> None:
 async def test_a_tenant_gains_nothing_by_having_no_second_job_in_the_lane(pool: Pool) -> None:
     for _ in range(6):
         await pool.submit(tenant="many")
-    order = []
+    order: list[str] = []
     for _ in range(10):
         if not order or order[-1] == "single":
             await pool.submit(tenant="single")
@@ -366,7 +366,8 @@ async def test_cancelled_jobs_take_no_turn(pool: Pool) -> None:
 async def test_entries_that_are_gone_are_passed_over(pool: Pool) -> None:
     await pool.submit(tenant="a")
     lane = pool.keys.lane(TAG, "interactive")
-    ((entry, _),) = await pool.redis.xrange(lane)
+    found: Any = await pool.redis.xrange(lane)
+    ((entry, _),) = found
     await pool.redis.xdel(lane, entry)
     job = await pool.submit(tenant="a")
     assert [one.job_id for one in await pool.claim()] == [job.id]
@@ -403,6 +404,26 @@ async def test_batch_that_waits_too_long_has_its_turn(pool: Pool) -> None:
     limits = {"interactive": 1}
     (claimed,) = await claim(TAG, limits, "w1", batch_turn=1, batch_max_wait_s=0.02)
     assert claimed.job_id == chats[4].id
+
+
+async def test_the_oldest_batch_has_its_turn_whoever_else_is_there(pool: Pool) -> None:
+    """Also a tenant's that has had much, among many that are new, or that have cancelled all."""
+    claim = pool.transitions.claim
+    for _ in range(20):
+        await pool.submit(lane="batch", tenant="old", weight=0.1)
+    await claim(TAG, {"batch": 10}, "w1")
+    gone = [await pool.submit(lane="batch", tenant=f"gone{n}") for n in range(12)]
+    for job in gone:
+        await pool.transitions.cancel(job.id, job.lane)
+    await asyncio.sleep(0.03)
+    for n in range(12):
+        await pool.submit(lane="batch", tenant=f"new{n}")
+    for _ in range(10):
+        (one,) = await claim(TAG, {"batch": 0}, "w1", batch_turn=1, batch_max_wait_s=0.025)
+        assert await pool.redis.hget(pool.keys.job(one.job_id), "tenant") == b"old"
+    waiting = pool.keys.waiting(TAG, "batch")
+    assert await pool.redis.zcard(waiting) == 12
+    assert await claim(TAG, {"batch": 0}, "w1", batch_turn=1, batch_max_wait_s=60) == []
 
 
 async def test_batch_that_was_handed_back_has_its_turn_too(pool: Pool) -> None:

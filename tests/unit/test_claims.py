@@ -377,6 +377,23 @@ async def test_batch_has_every_other_turn_where_it_has_waited_too_long() -> None
     assert bench.queue.turns[0] == (1, 7)
 
 
+async def test_batch_that_waited_too_long_has_turns_beside_the_reserve_in_a_full_engine() -> None:
+    bench = Bench(seats=4, interactive_reserve=0.25, batch_max_wait_s=7)
+    bench.queue.put(*jobs(4))
+    async with claiming(bench):
+        await bench.begun(4)
+        for ended in range(2):
+            bench.queue.put(*jobs(1))
+            await bench.end(bench.started[ended])
+            await bench.begun(5 + ended)
+        assert {(1, 7), (0, 7)} <= set(bench.queue.turns[-3:])
+    for _ in range(3):
+        adopted = replace(bench.started[0].adopted, job=make_job(lane="batch"))
+        bench.running.add(Run(adopted, bench.engine, bench.publisher))
+    assert bench.running.sequences_of("batch") == 3
+    assert bench.claims._batch_room() <= 0
+
+
 async def test_batch_has_no_turns_of_its_own_without_a_longest_wait() -> None:
     bench = Bench(seats=4, batch_max_wait_s=0)
     bench.queue.put(*jobs(2))
