@@ -171,7 +171,7 @@ class Models:
             record = snapshot.models.get(name)
             if record is None:
                 raise UnknownModel(f"The model `{name[:200]}` does not exist.", param="model")
-            if not snapshot.ready(name) and not self._may_wait(snapshot, record):
+            if not snapshot.served(name) and not self._may_wait(snapshot, record):
                 raise no_worker()
             return record
         if not snapshot.models:
@@ -213,13 +213,12 @@ class Models:
         return math.ceil(limit / record.shards)
 
     def listing(self, caller: KeyRecord) -> list[dict[str, Any]]:
-        """Return OpenAI's list of the models that have a worker now and that a caller may use."""
+        """Return OpenAI's list of the models that are served now and that a caller may use."""
         snapshot = self._snapshot
         if snapshot is None:
             raise QueueUnavailable(retry_after_s=2)
-        served = {name for worker in snapshot.ready() for name in worker.models}
-        known = sorted(served & snapshot.models.keys())
-        return [_card(snapshot.models[name]) for name in known if may_use(caller, name)]
+        served = sorted(name for name in snapshot.models if snapshot.served(name))
+        return [_card(snapshot.models[name]) for name in served if may_use(caller, name)]
 
     def engines(self) -> str:
         """Return the versions of the engines behind ready workers. Raises `NoWorker`."""

@@ -18,12 +18,13 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 | `{p}:{<digest>}:request` | string | an idempotency key's hash → `<fingerprint> <job>` | time-out + result TTL | remember | gateway |
 | `{p}:{tag}:dead` | stream | jobs that cost too many workers: `j rec history`, the last 1,000 | 7 days, renewed | adopt; admin deletes | admin |
 | `{p}:{tag}:ch:<id>` | channel | the job's frames, `<seq> <owner> <base> <frame>` | | with the log | gateway |
-| `{p}:{tag}:ctl:<worker>` | channel | nudges: `cancel <job> <owner> <reason>`, `drain` | | cancel, admin | worker |
+| `{p}:{tag}:ctl:<worker>` | channel | nudges: `cancel <job> <owner> <reason>`, `drain`, `adapters` | | cancel, admin | worker |
 | `{p}:{registry}:workers` | set | ids of workers | 1 hour, renewed by each beat | worker | gateway |
 | `{p}:{registry}:worker:<id>` | string | `WorkerRecord`, MessagePack | the worker's lease | worker | gateway |
 | `{p}:{registry}:gateways` | set | names of gateways | 1 hour, renewed by each announcement | gateway | worker |
 | `{p}:{registry}:gateway:<name>` | string | nothing: that it is there | the gateway's lease | gateway | worker |
 | `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
+| `{p}:{registry}:adapters:<pool>` | hash | adapter name → `AdapterRecord`, MessagePack | 7 days, renewed by the pool's workers | admin | worker |
 | `{p}:{<key>}:in_flight` | hash | job of an API key → when it was counted, ms | a day, renewed by admit | gateway | gateway |
 | `{p}:{<key>}:unsettled` | hash | job of an API key whose tokens are limited and that is not charged yet → when it was counted, ms | a day, renewed by admit | gateway | gateway |
 | `{p}:{<key>}:requests` | hash | second, Unix time → requests of an API key in it | 62 s, renewed | gateway | gateway |
@@ -145,6 +146,9 @@ class Keys:
 
     def models(self) -> str:
         return self._tagged(REGISTRY, "models")
+
+    def adapters(self, pool: str) -> str:
+        return self._tagged(REGISTRY, f"adapters:{pool}")
 
     def api_keys(self) -> str:
         return self._tagged(REGISTRY, "keys")

@@ -112,6 +112,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     engine: str = ""
     started_ms: int = 0
+    adapters: dict[str, tuple[int, str]] = {}
+    """Wanted adapter that it has dealt with → the `asked_ms` of the wish, and why it can't be
+    loaded; empty: it is."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +127,16 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     created: int = 0
     """Unix time, seconds."""
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter (LoRA) that is wanted on all workers of a pool."""
+
+    name: str
+    source: str
+    """As the engine takes it: a directory on each worker's machine, or a repository's name."""
+    asked_ms: int = 0
+    """When it was asked for, by the server's clock: one wish differs from the next by it."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +180,7 @@ decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_usage = msgspec.msgpack.Decoder(Usage).decode
 decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 decode_model = msgspec.msgpack.Decoder(ModelRecord).decode
+decode_adapter = msgspec.msgpack.Decoder(AdapterRecord).decode
 decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 

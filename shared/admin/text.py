@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.admin.documents import (
+    AdapterChange,
+    Adapters,
+    AdapterWorker,
     Attempt,
     Cancelled,
     DeadJob,
@@ -256,6 +259,22 @@ def key_deleted(document: KeyDeleted) -> str:
     return f"{document.id}  deleted\n"
 
 
+def adapters(document: Adapters) -> str:
+    rows = [
+        (one.name, worker.worker, worker.state, one.source, moment(one.asked), worker.reason)
+        for one in document.adapters
+        for worker in one.workers or [AdapterWorker(worker="-", state="no worker", reason="")]
+    ]
+    return table(("name", "worker", "state", "source", "asked", "reason"), rows)
+
+
+def adapter_change(document: AdapterChange) -> str:
+    rows = [(one.worker, one.state, one.reason) for one in document.workers]
+    outcome = document.outcome.replace("_", " ")
+    first = f"{document.name}  {outcome} after {duration(document.waited_s)}\n"
+    return first + (table(("worker", "state", "reason"), rows) if rows else "")
+
+
 _FORMS: dict[type[Record], Callable[[Any], str]] = {
     Status: status,
     Jobs: jobs,
@@ -269,6 +288,8 @@ _FORMS: dict[type[Record], Callable[[Any], str]] = {
     Key: key,
     Keys: keys,
     KeyDeleted: key_deleted,
+    Adapters: adapters,
+    AdapterChange: adapter_change,
 }
 
 
