@@ -109,8 +109,9 @@ class Publisher:
             try:
                 found = await self._transitions.claim(self._tag, {_LANE: 64}, self._id)
                 if not found:
-                    await self._transitions.wait(self._blocking, self._tag, [_LANE], _BLOCK_S)
-                    continue
+                    found = await self._transitions.wait_claim(
+                        self._blocking, self._tag, {_LANE: 64}, self._id, _BLOCK_S
+                    )
             except LanesLost:
                 await self._transitions.create_lanes([self._tag])
                 continue

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from shared import protocol
-from shared.border import translated
-from shared.connection import Clients, clients_of
 from shared.errors import (
     Cancelled,
     HeadraceError,
@@ -18,7 +16,8 @@ from shared.errors import (
     QueueUnavailable,
     RequestTimeout,
 )
-from shared.keys import LANES, tag_of, written
+from shared.keys import tag_of, written
+from shared.lanes import LANE_TTL_MS, Call, Lanes
 from shared.outcomes import (
     Adopted,
     Append,
@@ -31,19 +30,15 @@ from shared.outcomes import (
     Verdict,
 )
 from shared.protocol import End, Frame, Job
-from shared.queries import Queries
 
 MAX_TIMEOUT_S = 24 * 3600
 """The longest that a job may wait and run."""
-LANE_TTL_MS = 7 * 24 * 3600 * 1000
 EARLY_CANCEL_TTL_MS = 60_000
 DEAD_LENGTH = 1000
 """Jobs that are kept in a pool's dead-letter."""
 
 T = TypeVar("T")
 
-Call = tuple[str, Sequence[str] | Sequence[bytes], Sequence[Any]]
-"""Script, keys and arguments."""
 Reason = Literal["cancelled", "expired"]
 
 
@@ -59,7 +54,7 @@ _END_BODIES: dict[Reason, bytes] = {
 _POISONED_BODY = _end_body("failed", Poisoned)
 
 
-class Transitions(Queries):
+class Transitions(Lanes):
     """Typed calls of the scripts. Raises `QueueUnavailable`, `QueueFull`, `TransitionFailed`."""
 
     async def submit(
@@ -111,63 +106,6 @@ class Transitions(Queries):
         if verdict in ("full", "tenant_full"):
             return Submitted(verdict, entries=reply[1], oldest_s=reply[2] / 1000)
         return Submitted(verdict)
-
-    async def create_lanes(self, tags: Iterable[str]) -> None:
-        """Create the consumer groups, at 0 so that nothing that waits is passed over."""
-        for job_tag in tags:
-            await self._call("create_lanes", list(self._streams(job_tag)), [LANE_TTL_MS])
-
-    async def claim(
-        self,
-        job_tag: str,
-        limits: dict[str, int],
-        worker: str,
-        *,
-        returned: bool = True,
-        batch_turn: int = 0,
-        batch_max_wait_s: float = 0,
-    ) -> list[Claimed]:
-        """Take entries at once, lane by lane. `limits`: lane → the most to have in all after it.
-
-        `returned`: also those that were handed back. `batch_turn`: the most to take from the batch
-        lane before all others, where something waits there for longer than `batch_max_wait_s`.
-        Raises `LanesLost` after data loss: create the lanes again.
-        """
-        streams = self._streams(job_tag, limits, returned=returned)
-        args: list[Any] = [worker, LANE_TTL_MS, int(batch_max_wait_s * 1000)]
-        for lane, back in streams.values():
-            args += [limits[lane], int(not back), batch_turn if lane == LANES[-1] else 0]
-        reply = await self._call("claim", list(streams), args)
-        places = list(streams.values())
-        claimed = []
-        for index, entry, job_id in reply:
-            lane, back = places[index - 1]
-            claimed.append(Claimed(job_tag, lane, back, entry, job_id.decode()))
-        return claimed
-
-    async def wait(
-        self,
-        blocking: Redis | Clients,
-        job_tag: str,
-        lanes: Sequence[str],
-        block_s: float,
-        *,
-        returned: bool = True,
-    ) -> bool:
-        """Wait, on a connection of its own, until there is something to claim; False if not.
-
-        Ends early when another connection unblocks this one. Who was told must claim at once.
-        """
-        bells = [
-            self._keys.bell(job_tag, lane, returned=back)
-            for lane, back in self._streams(job_tag, lanes, returned=returned).values()
-        ]
-
-        async def read(redis: Redis) -> Any:
-            return await cast(Awaitable[Any], redis.blpop(bells, timeout=block_s))
-
-        async with translated():
-            return await clients_of(blocking).run(job_tag, read) is not None
 
     async def adopt(
         self, claimed: Claimed, owner: str, worker: str, *, idle_s: float = 0

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -38,6 +39,15 @@ SUSPECT_POLL_S = 0.02
 """How often to look, while suspects keep others waiting, whether they have got further."""
 FULL_POLL_S = 0.02
 """How often to look again while the engine, not its seats, has no room."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to claim besides the lanes' share: see `Lanes.claim`."""
+
+    returned: bool
+    batch_turn: int
+    batch_max_wait_s: float
 
 
 class Claims:
@@ -168,16 +178,12 @@ class Claims:
         returned = not self._crowded and self._running.takes_suspect()
         max_wait_s = self._settings.batch_max_wait_s
         room = min(max(self._batch_room(), 0), AT_ONCE) if max_wait_s else 0
-        claimed = await self._transitions.claim(
-            self.tag(),
-            {**limits, LANES[-1]: limits.get(LANES[-1], 0)} if room else limits,
-            worker,
-            returned=returned,
-            batch_turn=(room + self._odd) // 2,
-            batch_max_wait_s=max_wait_s,
-        )
+        wanted = {**limits, LANES[-1]: limits.get(LANES[-1], 0)} if room else limits
+        options = Options(returned, (room + self._odd) // 2, max_wait_s)
+        claimed = await self._transitions.claim(self.tag(), wanted, worker, **asdict(options))
         if not claimed:
-            await self._wait(tuple(limits), returned)
+            claimed = await self._wait(tuple(limits), wanted, options)
+        if not claimed:
             return
         self._odd = not self._odd
         adoptions = (self._adopt(one) for one in claimed)
@@ -186,15 +192,22 @@ class Claims:
             if failure is not None:
                 raise failure
 
-    async def _wait(self, lanes: tuple[str, ...], returned: bool) -> None:
-        """Wait until something may be there to claim."""
+    async def _wait(
+        self, lanes: tuple[str, ...], wanted: dict[str, int], options: Options
+    ) -> list[Claimed]:
+        """Wait until there is something to claim, and do."""
         self._blocked_on = lanes
         try:
-            if not self._stopping:
-                block_s = BLOCK_S if returned else SUSPECT_POLL_S
-                await self._transitions.wait(
-                    self._blocking, self.tag(), lanes, block_s, returned=returned
-                )
+            if self._stopping:
+                return []
+            return await self._transitions.wait_claim(
+                self._blocking,
+                self.tag(),
+                wanted,
+                self._settings.worker_id,
+                BLOCK_S if options.returned else SUSPECT_POLL_S,
+                **asdict(options),
+            )
         finally:
             self._blocked_on = ()
 

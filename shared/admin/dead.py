@@ -19,8 +19,8 @@ from shared.admin.access import (
 )
 from shared.admin.documents import DeadJob, DeadJobs, Purged, Requeued
 from shared.keys import is_job_id, new_job_id, tag_of
+from shared.lanes import LANE_TTL_MS
 from shared.scripts import Script
-from shared.transitions import LANE_TTL_MS
 
 _peek = Script("peek_dead")
 _requeue = Script("requeue")

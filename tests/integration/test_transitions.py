@@ -257,37 +257,37 @@ async def test_creating_lanes_again_changes_nothing(pool: Pool) -> None:
 
 
 async def test_waiting_for_something_to_claim(pool: Pool) -> None:
-    wait = pool.transitions.wait
-    assert not await wait(pool.redis, TAG, LANES, 0.01)
+    wait_claim, chats = pool.transitions.wait_claim, {"interactive": 1, "batch": 0}
+    assert await wait_claim(pool.redis, TAG, BOTH, "w1", 0.01) == []
     await pool.submit(lane="batch")
-    assert not await wait(pool.redis, TAG, ["interactive"], 0.01)
-    assert await wait(pool.redis, TAG, LANES, 0.01)
+    assert await wait_claim(pool.redis, TAG, chats, "w1", 0.01) == []
+    async with asyncio.timeout(5):
+        assert len(await wait_claim(pool.redis, TAG, BOTH, "w1", 60)) == 1
     await pool.submit(lane="batch")
-    assert len(await pool.claim()) == 2
-    assert not await wait(pool.redis, TAG, LANES, 0.01)
+    assert len(await pool.claim()) == 1
 
 
 async def test_waiting_for_what_was_handed_back(pool: Pool) -> None:
     adopted = await pool.adopt()
     await pool.transitions.hand_back(adopted)
-    wait = pool.transitions.wait
+    wait_claim = pool.transitions.wait_claim
     assert await pool.transitions.claim(TAG, BOTH, "w1", returned=False) == []
-    assert not await wait(pool.redis, TAG, LANES, 0.01, returned=False)
-    assert await wait(pool.redis, TAG, LANES, 0.01)
-    (claimed,) = await pool.claim()
+    assert await wait_claim(pool.redis, TAG, BOTH, "w1", 0.01, returned=False) == []
+    (claimed,) = await wait_claim(pool.redis, TAG, BOTH, "w1", 5)
     assert (claimed.job_id, claimed.returned) == (adopted.job.id, True)
 
 
 async def test_who_leaves_something_wakes_the_next(pool: Pool) -> None:
     for _ in range(3):
         await pool.submit()
+    wait_claim, one = pool.transitions.wait_claim, {"interactive": 1}
     for _ in range(3):
-        assert await pool.transitions.wait(pool.redis, TAG, LANES, 0.01)
-        assert len(await pool.claim(interactive=1)) == 1
+        async with asyncio.timeout(5):
+            assert len(await wait_claim(pool.redis, TAG, one, "w1", 60)) == 1
     # One may be woken for nothing: that it was the last is seen by who looks for more.
-    await pool.transitions.wait(pool.redis, TAG, LANES, 0.01)
-    assert await pool.claim() == []
-    assert not await pool.transitions.wait(pool.redis, TAG, LANES, 0.01)
+    assert await wait_claim(pool.redis, TAG, one, "w1", 0.01) == []
+    bell = pool.keys.bell(TAG, "interactive", returned=False)
+    assert not await pool.redis.exists(bell)
 
 
 # Fairness between the tenants of a lane
@@ -380,8 +380,10 @@ async def test_entries_that_no_tenant_has_are_found(pool: Pool) -> None:
     await pool.claim(interactive=3)
     await pool.redis.delete(*await _tenants_keys(pool))
     found = await pool.claim("w2", interactive=200)
-    while len(found) < 117 and await pool.transitions.wait(pool.redis, TAG, LANES, 0.01):
-        found += await pool.claim("w2", interactive=200)
+    while len(found) < 117:
+        more = await pool.transitions.wait_claim(pool.redis, TAG, {"interactive": 200}, "w2", 0.01)
+        assert more
+        found += more
     assert [one.job_id for one in found] == [job.id for job in jobs[3:]]
     assert await pool.claim() == []
     assert len(await pool.transitions.pending(TAG, worker="w1")) == 3

@@ -123,8 +123,7 @@ async def test_a_full_server_still_takes_what_keeps_workers_alive(
     await registry.announce(worker, [ModelRecord(name="m", pool="m")], lease_s=3)
     assert [one.id for one in (await registry.snapshot()).ready("m")] == ["w1"]
     blocking = connect_blocking(_settings(server.url), name="claim", block_s=1)
-    assert await transitions.wait(blocking, TAG, ["interactive"], 0.01)
-    (claimed,) = await transitions.claim(TAG, BOTH, "w1")
+    (claimed,) = await transitions.wait_claim(blocking, TAG, BOTH, "w1", 5)
     assert await transitions.pending(TAG, worker="w1") == [claimed]
     await registry.leave("w1")
     await blocking.aclose()
@@ -187,7 +186,9 @@ async def test_no_worker_sleeps_while_something_waits(
                 for one in found:
                     claimed.put_nowait(one.job_id)
                 if not found:
-                    await transitions.wait(blocking, TAG, ["interactive"], 60)
+                    found = await transitions.wait_claim(blocking, TAG, limits, name, 60)
+                    for one in found:
+                        claimed.put_nowait(one.job_id)
         finally:
             await blocking.aclose()
 
@@ -246,12 +247,12 @@ async def test_a_blocking_read_is_ended_from_another_connection(
 ) -> None:
     blocking = connect_blocking(_settings(server.url), name="claim", block_s=30)
     client_id = await blocking.client_id()
-    wait = asyncio.create_task(transitions.wait(blocking, TAG, ["interactive"], block_s=30))
+    wait = asyncio.create_task(transitions.wait_claim(blocking, TAG, BOTH, "w1", block_s=30))
     await _blocked(redis, 1)
     await redis.client_unblock(client_id)
-    assert not await asyncio.wait_for(wait, 1)
+    assert await asyncio.wait_for(wait, 1) == []
     await transitions.submit(make_job(), limit=9, timeout_s=60)
-    assert await transitions.wait(blocking, TAG, ["interactive"], block_s=30)
+    assert len(await transitions.wait_claim(blocking, TAG, BOTH, "w1", block_s=30)) == 1
     await blocking.aclose()
 
 
@@ -260,7 +261,7 @@ async def test_a_blocking_read_outlasts_the_timeout_of_ordinary_commands(
 ) -> None:
     blocking = connect_blocking(_settings(server.url, timeout_s=0.1), name="claim", block_s=0.4)
     begun = time.monotonic()
-    assert not await transitions.wait(blocking, TAG, ["interactive"], 0.4)
+    assert await transitions.wait_claim(blocking, TAG, BOTH, "w1", 0.4) == []
     assert time.monotonic() - begun >= 0.4
     await blocking.aclose()
 
@@ -276,7 +277,7 @@ async def test_every_call_says_so_when_the_server_is_away() -> None:
         transitions.create_lanes([TAG]),
         transitions.claim(TAG, BOTH, "w1"),
         transitions.pending(TAG, worker="w1"),
-        transitions.wait(redis, TAG, ["batch"], 0.01),
+        transitions.wait_claim(redis, TAG, BOTH, "w1", 0.01),
         transitions.write([append_of(job.id, "o", 0, 1, [b"a"])], []),
         transitions.cancel(job.id, job.lane),
         transitions.beat(TAG, "w1", []),

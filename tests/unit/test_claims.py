@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -84,26 +84,34 @@ class Queue(Transitions):
         self.turns.append((batch_turn, batch_max_wait_s))
         self.limits.append(limits)
         self.returned.append(returned)
+        claimed = self._claimed(limits, returned)
+        self._fail("claim")
+        return claimed
+
+    def _claimed(self, limits: dict[str, int], returned: bool) -> list[Claimed]:
         claimed: list[Claimed] = []
         for lane, limit in limits.items():
             while returned and self.back and len(claimed) < limit:
                 claimed.append(self._take(lane, self.back.pop(0), True))
             while self.lanes[lane] and len(claimed) < limit:
                 claimed.append(self._take(lane, self.lanes[lane].pop(0)))
-        self._fail("claim")
         return claimed
 
-    async def wait(
+    async def wait_claim(
         self,
         blocking: Redis | Clients,
         job_tag: str,
-        lanes: Sequence[str],
+        limits: dict[str, int],
+        worker: str,
         block_s: float,
         *,
         returned: bool = True,
-    ) -> bool:
-        self.waits.append(tuple(lanes))
-        self._fail("wait")
+        batch_turn: int = 0,
+        batch_max_wait_s: float = 0,
+    ) -> list[Claimed]:
+        lanes = tuple(lane for lane in limits if limits[lane])
+        self.waits.append(lanes)
+        self._fail("wait_claim")
         while not any(self.lanes[lane] for lane in lanes):
             self.news.clear()
             news = asyncio.ensure_future(self.news.wait())
@@ -113,8 +121,10 @@ class Queue(Transitions):
             stop.cancel()
             if self.unblocked.is_set() or not self.news.is_set():
                 self.unblocked.clear()
-                return False
-        return True
+                return []
+        self.turns.append((batch_turn, batch_max_wait_s))
+        self.limits.append(limits)
+        return self._claimed(limits, returned)
 
     async def pending(
         self, job_tag: str, *, worker: str | None = None, idle_s: float = 0
@@ -493,16 +503,16 @@ async def test_lost_lanes_are_made_again() -> None:
         await bench.begun(1)
 
 
-@pytest.mark.parametrize("where", ["create_lanes", "claim", "wait", "adopt"])
+@pytest.mark.parametrize("where", ["create_lanes", "claim", "wait_claim", "adopt"])
 @pytest.mark.parametrize("error", [QueueUnavailable(), LanesLost(), QueueFull()])
 async def test_trouble_in_any_call_ends_by_itself(where: str, error: Exception) -> None:
     bench = Bench()
     bench.queue.failures[where] = [error]
-    if where != "wait":
+    if where != "wait_claim":
         bench.queue.put(*jobs(1))
     async with claiming(bench):
-        if where == "wait":
-            await bench.until(lambda: not bench.queue.failures["wait"])
+        if where == "wait_claim":
+            await bench.until(lambda: not bench.queue.failures["wait_claim"])
             bench.queue.put(*jobs(1))
         await bench.begun(1)
         await bench.turns()
@@ -553,7 +563,7 @@ async def test_what_already_runs_is_not_adopted_again() -> None:
     async with claiming(bench):
         await bench.begun(1)
         await bench.until(lambda: bench.queue.waits)
-        bench.queue.failures["wait"] = [QueueUnavailable()]
+        bench.queue.failures["wait_claim"] = [QueueUnavailable()]
         bench.queue.unblocked.set()
         await bench.until(lambda: bench.queue.created == 2)
         await bench.turns()
