@@ -85,7 +85,7 @@ class Scene:
         """Have what was counted have been counted earlier: all of it at one time."""
         count, now_s = await self.used(name), int((await self.redis.time())[0])
         await self.redis.delete(name)
-        then = {str(now_s - seconds): count, "used": count, "last": now_s - seconds}
+        then: dict[Any, Any] = {"used": count, "last": now_s - seconds, now_s - seconds: count}
         await self.redis.hset(name, mapping=then)
 
 
