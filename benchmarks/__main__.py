@@ -17,7 +17,20 @@ import uvloop
 from benchmarks import report
 from benchmarks.figures import Options, Part
 from benchmarks.layout import Layout
-from benchmarks.parts import memory, peers, real_engine, redis_cost, resume, streams, ttft
+from benchmarks.parts import (
+    admission,
+    bodies,
+    disconnect,
+    idle,
+    memory,
+    peers,
+    publish,
+    real_engine,
+    redis_cost,
+    resume,
+    streams,
+    ttft,
+)
 
 RESULTS = Path(".headrace/bench")
 PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
@@ -25,13 +38,16 @@ PARTS: dict[str, Callable[[Options], Awaitable[Part]]] = {
     "streams": streams.run,
     "memory": memory.run,
     "redis": redis_cost.run,
+    "publish": publish.run,
     "resume": resume.run,
+    "admission": admission.run,
+    "bodies": bodies.run,
     "vllm": real_engine.run,
     "peers": peers.run,
+    "idle": idle.run,
+    "disconnect": disconnect.run,
 }
 REAL_TIME = "Taken with real-time priority: the background load had to give way."
-_APART = ("peers",)
-"""Not run unless named."""
 
 
 def measure(name: str, options: Options, commit: str) -> Part:
@@ -67,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    names = args.parts or [name for name in PARTS if name not in _APART]
+    names = args.parts or list(PARTS)
     # As Ctrl-C: what was started is ended, vLLM's children included.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     print(f"Layout: {Layout.here()}", flush=True)

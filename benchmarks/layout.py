@@ -29,6 +29,12 @@ class Layout:
         first, last = cores[0], cores[-1]
         return cls(gateway=first, worker=last, valkey=first, client=last)
 
+    @classmethod
+    def relay_apart(cls) -> Self:
+        """Give the relay a core of its own, and all else one other: what relays are compared on."""
+        cores = sorted(os.sched_getaffinity(0))
+        return cls(gateway=cores[0], worker=cores[-1], valkey=cores[-1], client=cores[-1])
+
     def __str__(self) -> str:
         roles = ("gateway", "worker", "valkey", "client")
         return ", ".join(f"{role} on core {getattr(self, role)}" for role in roles)

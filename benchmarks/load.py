@@ -21,14 +21,14 @@ WORDS = re.compile(rb'"content":"()[^"]')
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 
 
-def chat_request(port: int, fields: Mapping[str, Any]) -> bytes:
+def chat_request(port: int, fields: Mapping[str, Any], more_headers: str = "") -> bytes:
     """Return a streaming chat as the bytes of an HTTP request."""
     body = json.dumps({"stream": True, **fields}).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\n"
         f"host: 127.0.0.1:{port}\r\n"
         "content-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n\r\n"
+        f"{more_headers}content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 

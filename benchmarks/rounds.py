@@ -151,8 +151,10 @@ async def _ask_again(
         while time.monotonic() < until:
             await asyncio.sleep(chooser.uniform(0.02, 0.12))
             content = f"question {chooser.getrandbits(32)}"
-            fields = {"max_tokens": tokens, "messages": [{"role": "user", "content": content}]}
+            messages = [{"role": "user", "content": content}]
+            fields = {"model": "simulated", "max_tokens": tokens, "messages": messages}
             async with asyncio.timeout(10):
-                answers.append(await connection.ask(chat_request(target.port, fields)))
+                request = chat_request(target.port, fields, target.headers)
+                answers.append(await connection.ask(request))
     finally:
         connection.close()

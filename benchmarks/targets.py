@@ -31,6 +31,10 @@ class Target:
     port: int
     pids: Mapping[str, int]
     valkey: ValkeyServer | None = None
+    headers: str = ""
+    """Lines that each request has besides its own."""
+    told: Path | None = None
+    """Where the backend, or what stands for the worker, says what it sees."""
 
 
 @asynccontextmanager
@@ -56,6 +60,37 @@ async def pool(
             await processes.wait_ready()
             pids = {"gateway": gateway.pid, "worker": worker.pid, "valkey": valkey.pid}
             yield Target("pool", gateway.port, pids, valkey)
+    finally:
+        valkey.stop()
+        shutil.rmtree(valkey.directory, ignore_errors=True)
+
+
+@asynccontextmanager
+async def fed(layout: Layout, step_ms: float) -> AsyncIterator[Target]:
+    """Run a gateway and a Valkey, and what writes steps in a worker's place."""
+    with on_core(layout.valkey):
+        valkey = ValkeyServer(*_PERSISTENCE)
+        valkey.start()
+    try:
+        async with Pool(valkey.url, gateways=0, workers=0) as processes:
+            with folder() as logs, on_core(layout.worker):
+                command = [sys.executable, "-m", "benchmarks.publisher", str(step_ms)]
+                settings = {"redis_url": valkey.url}
+                publisher = Process("publisher", command, settings, logs / "log")
+                publisher.start()
+                try:
+                    with on_core(layout.gateway):
+                        gateway = processes.add_gateway()
+                    await gateway.wait_ready(workers=1)
+                    pids = {
+                        "gateway": gateway.pid,
+                        "publisher": publisher.pid,
+                        "valkey": valkey.pid,
+                    }
+                    yield Target("headrace", gateway.port, pids, valkey, told=publisher.log_path)
+                finally:
+                    publisher.kill()
+                    await publisher.wait()
     finally:
         valkey.stop()
         shutil.rmtree(valkey.directory, ignore_errors=True)

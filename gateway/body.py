@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 from typing import Any, Self
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from gateway import limits
 from gateway.errors import ClientGone, Overloaded, error_response
 from gateway.exchange import exchange_of
+from gateway.settings import GatewaySettings
 from shared.errors import (
     BodyTooLarge,
     HeadraceError,
@@ -34,8 +35,12 @@ _BOM = b"\xef\xbb\xbf"
 _TRUE_WORDS = frozenset({"true", "1", "yes", "on", "t", "y"})
 _INT_DIGITS = 4300
 """Python, and so the worker, refuses longer integers."""
-_HUGE_NUMBER = re.compile(rb"[0-9]{%d}" % (_INT_DIGITS + 1))
+_DIGITS = b"0123456789"
 _MOST_SEQUENCES = 65_536
+_DEEP = 500
+"""Less than what the parser takes, which is not the same everywhere."""
+BIG_BYTES = 256 << 10
+"""Larger bodies are looked at in a thread, so that nobody else waits for it."""
 _LINGER_S = 2.0
 _LINGER_BYTES = 256 << 20
 
@@ -171,39 +176,63 @@ def _check_type(content_type: str | None, *, form: bool) -> None:
         raise UnsupportedMediaType("The request's content type must be application/json.")
 
 
+async def checked(body: bytes, settings: GatewaySettings) -> Fields:
+    """Decode a body and hold it to the limits. Raises `InvalidJSON`, `InvalidRequest`."""
+    if len(body) > BIG_BYTES:
+        return await asyncio.to_thread(_checked, body, settings)
+    return _checked(body, settings)
+
+
+def _checked(body: bytes, settings: GatewaySettings) -> Fields:
+    fields = decode(body)
+    limits.check(body, settings)
+    return fields
+
+
 def decode(body: bytes) -> Fields:
     """Return the needed fields of a body. Raises `InvalidJSON`, `InvalidRequest`."""
     try:
         str(body, "utf-8")
         fields = _decoder.decode(body)
-        if _has_huge_number(body):
-            json.loads(body)
+        if (at := _huge_number(body)) is not None:
+            _check_number(body, at)
     except UnicodeDecodeError as error:
         raise InvalidJSON("The request's body is not valid UTF-8.") from error
     except msgspec.ValidationError as error:
         if "Expected `object`" in str(error):
             raise InvalidRequest("The request's body must be a JSON object.") from error
-        raise InvalidJSON(f"The request's body is not valid: {error}.") from error
+        param = str(error).partition("`$.")[2].partition("`")[0] or None
+        raise InvalidJSON(f"The request's body is not valid: {error}.", param=param) from error
     except msgspec.DecodeError as error:
         raise InvalidJSON(f"The request's body is not valid JSON: {error}.") from error
     except RecursionError as error:
-        raise InvalidJSON("The request's body is nested too deeply.") from error
-    except ValueError as error:
-        raise InvalidJSON("The request's body holds a number that is too long.") from error
+        param = limits.deep_field(body, _DEEP)
+        raise InvalidJSON("The request's body is nested too deeply.", param=param) from error
     return fields
 
 
-def _has_huge_number(body: bytes) -> bool:
-    """Tell whether a run of digits is longer than a worker would read, perhaps in a string.
+def _huge_number(body: bytes) -> int | None:
+    """Return where a run of digits is longer than a worker would read, perhaps in a string.
 
     Such a run covers one of every 4,300 bytes: the search looks at those only.
     """
     for at in range(_INT_DIGITS - 1, len(body), _INT_DIGITS):
         if 48 <= body[at] <= 57:
-            start = max(0, at - _INT_DIGITS)
-            if _HUGE_NUMBER.search(body, start, at + _INT_DIGITS + 1):
-                return True
-    return False
+            before = body[max(0, at - _INT_DIGITS) : at]
+            after = body[at : at + _INT_DIGITS + 1]
+            start = at - len(before) + len(before.rstrip(_DIGITS))
+            if at + len(after) - len(after.lstrip(_DIGITS)) - start > _INT_DIGITS:
+                return start
+    return None
+
+
+def _check_number(body: bytes, at: int) -> None:
+    """Refuse a body that a worker couldn't read because of its numbers."""
+    try:
+        json.loads(body)
+    except ValueError as error:
+        message = "The request's body holds a number that is too long."
+        raise InvalidJSON(message, param=limits.field_at(body, at)) from error
 
 
 def refuse_stored_state(fields: Fields) -> None:

@@ -87,6 +87,12 @@ class InvalidApiKey(InvalidRequest):
     status = 401
 
 
+class AboveLimit(InvalidRequest):
+    """The request asks for more than one request may."""
+
+    code = "above_limit"
+
+
 class Forbidden(InvalidRequest):
     """This API key may not do that."""
 

@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.cors import Cors, RawHeaders
 from gateway.error_forms import form_of
@@ -41,6 +41,7 @@ class Exchange:
     __slots__ = (
         "_common",
         "_unasked",
+        "answer",
         "answered_at",
         "content_at",
         "done_at",
@@ -81,6 +82,8 @@ class Exchange:
         ]
         self._unasked = any(name == b"expect" for name, _ in scope["headers"])
         """The client holds its body back, and nobody has asked for it."""
+        self.answer: ASGIApp | None = None
+        """Relays a job, outside of the framework: none of it is kept while a stream is open."""
         self.endpoint = ""
         self.model = ""
         self.lane = ""

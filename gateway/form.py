@@ -23,19 +23,28 @@ _NAME_ENCODED = re.compile(rb";[ \t]*name[ \t]*\*", re.IGNORECASE)
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
+def parts(body: bytes, content_type: str) -> list[bytes]:
+    """Cut a form that was decoded into its parts as they came, by a boundary that is in none."""
+    return (b"\r\n" + body).split(b"\r\n--" + _boundary(content_type))
+
+
+def _boundary(content_type: str) -> bytes:
+    return parse_options_header(content_type)[1].get(b"boundary", b"")
+
+
 def decode(body: bytes, content_type: str) -> Fields:
     """Return the needed fields of a form. Raises `InvalidRequest`."""
-    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    boundary = _boundary(content_type)
     if not boundary:
         raise InvalidRequest("The request's content type names no boundary.")
-    parts = _Parts()
+    found = _Parts()
     try:
-        parser = MultipartParser(boundary, parts.callbacks())  # type: ignore[arg-type]
+        parser = MultipartParser(boundary, found.callbacks())  # type: ignore[arg-type]
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
         raise InvalidRequest(f"The request's body is not a valid form: {error}.") from error
-    return Fields(**parts.fields)
+    return Fields(**found.fields)
 
 
 class _Parts:

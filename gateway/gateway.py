@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -25,7 +25,7 @@ from gateway.presence import Presence
 from gateway.relay import JobStream
 from gateway.respond import RelayedAnswer
 from gateway.settings import GatewaySettings
-from gateway.submit import Submitter
+from gateway.submit import Limits, Submitter
 from gateway.sweeper import Sweeper
 from shared.apikeys import KeyStore
 from shared.connection import Connections
@@ -130,11 +130,12 @@ class Gateway:
             if isinstance(answer, RelayedAnswer):
                 answer.cut()
 
-    def _give_up(self, job_tags: frozenset[str]) -> None:
-        """End what waits for workers that are gone and that nobody replaces."""
+    def _give_up(self, deserted: Mapping[str, float]) -> None:
+        """End what has waited too long for workers of pools that have none."""
+        now = asyncio.get_running_loop().time()
         for answer in tuple(self.sweeper.swept):
             if isinstance(answer, RelayedAnswer):
-                answer.give_up(job_tags)
+                answer.give_up(deserted, now)
 
     async def close(self) -> None:
         """Let the last cancels through and close the connections."""
@@ -198,7 +199,10 @@ class Gateway:
         raw: bytes,
     ) -> ASGIApp:
         content_type = request.headers["content-type"] if endpoint.takes_form else JSON_TYPE
-        fields = form.decode(raw, content_type) if endpoint.takes_form else body.decode(raw)
+        if endpoint.takes_form:
+            fields = form.decode(raw, content_type)
+        else:
+            fields = await body.checked(raw, self.settings)
         if endpoint.path == "/v1/responses":
             body.refuse_stored_state(fields)
         asks_stream = endpoint.streams and fields.asks_stream
@@ -226,6 +230,7 @@ class Gateway:
             max_tokens_given=fields.max_tokens_given,
             max_tokens=caller.max_tokens,
             tenant=caller.tenant,
+            weight=caller.weight,
             request_id=exchange.request_id,
             gateway=self.settings.gateway_id,
             patience_s=asked.patience_s,
@@ -233,10 +238,12 @@ class Gateway:
             traceparent=trace.parent,
             tracestate=trace.state,
         )
-        limit = self.models.lane_limit(record)
+        limits = Limits(
+            self.models.lane_limit(record), self.models.tenant_limit(record, caller.tenant)
+        )
         if asked.key is None:
             stream = await self.submitter.open(
-                job, caller, limit=limit, timeout_s=asked.timeout_s, told=exchange.note_limits
+                job, caller, limits=limits, timeout_s=asked.timeout_s, told=exchange.note_limits
             )
         else:
             stream = await self.keyed.open(
@@ -244,7 +251,7 @@ class Gateway:
                 caller,
                 asked.key,
                 new_id=lambda: new_job_id(self.models.shard(record)),
-                limit=limit,
+                limits=limits,
                 timeout_s=asked.timeout_s,
                 told=exchange.note_limits,
             )

@@ -20,7 +20,7 @@ class Health:
         return JSONResponse({"status": "ok"})
 
     async def readyz(self, request: Request) -> Response:
-        """Readiness: the queue is reached and a worker is there."""
+        """Readiness: the queue is reached, and a worker is there or is worth waiting for."""
         gateway = self._gateway
         state = {
             "ready": self._ready(),
@@ -39,8 +39,8 @@ class Health:
 
     def _ready(self) -> bool:
         gateway = self._gateway
-        served = gateway.models.ready_workers > 0
-        return self._reached() and served and not gateway.draining and not gateway.failed
+        servable = gateway.models.servable
+        return self._reached() and servable and not gateway.draining and not gateway.failed
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text form."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from hashlib import blake2b
 
 import msgspec
 
+from gateway import form
+from gateway.body import BIG_BYTES, FORM_TYPE
 from gateway.errors import IdempotencyConflict
 from gateway.in_flight import Told
 from gateway.relay import JobStream
-from gateway.submit import Submitter
+from gateway.submit import Limits, Submitter
 from shared.errors import Cancelled, Unavailable
 from shared.protocol import Job, KeyRecord
 from shared.transitions import Transitions
@@ -35,7 +38,7 @@ class KeyedRequests:
         key: str,
         *,
         new_id: Callable[[], str],
-        limit: int,
+        limits: Limits,
         timeout_s: float,
         told: Told = lambda _: None,
     ) -> JobStream:
@@ -44,7 +47,8 @@ class KeyedRequests:
         A job that ended without an answer (cancelled, expired, failed) gives way to a new one.
         """
         digest = _hash(job.tenant.encode(), key.encode())
-        fingerprint = _hash(job.path.encode(), job.body)
+        large = len(job.body) > BIG_BYTES
+        fingerprint = await asyncio.to_thread(fingerprint_of, job) if large else fingerprint_of(job)
         instead = ""
         for _ in range(_TRIES):
             found = await self._transitions.remember(
@@ -55,7 +59,7 @@ class KeyedRequests:
             job = msgspec.structs.replace(job, id=found)
             try:
                 stream = await self._submitter.open(
-                    job, caller, limit=limit, timeout_s=timeout_s, told=told, shared=True
+                    job, caller, limits=limits, timeout_s=timeout_s, told=told, shared=True
                 )
             except Cancelled:  # Before it was submitted.
                 pass
@@ -66,6 +70,13 @@ class KeyedRequests:
             instead = found
             job = msgspec.structs.replace(job, id=new_id())
         raise Unavailable
+
+
+def fingerprint_of(job: Job) -> str:
+    """Return the hash of what a job asks: of a form's parts, whose boundary is new each time."""
+    if job.content_type.lower().startswith(FORM_TYPE):
+        return _hash(job.path.encode(), *form.parts(job.body, job.content_type))
+    return _hash(job.path.encode(), job.body)
 
 
 def _hash(*parts: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -51,8 +51,8 @@ class Models:
         """Tags whose server could not be reached at the last reading."""
         self._deserted: dict[str, float] = {}
         """Pool → since when it has no worker, by the loop's clock."""
-        self.on_deserted: Callable[[frozenset[str]], None] = lambda _: None
-        """Called with the tags of pools that have had no worker for too long, at each reading."""
+        self.on_deserted: Callable[[Mapping[str, float]], None] = lambda _: None
+        """Called at each reading with the tags of pools that have no worker, and since when."""
         self.reachable = False
         """Whether the last reading succeeded."""
         self._tried = asyncio.Event()
@@ -108,10 +108,10 @@ class Models:
         for worker in snapshot.workers:
             pools.pop(worker.pool, None)
         self._deserted = {pool: self._deserted.get(pool, now) for pool in pools}
-        wait_s = self._settings.no_worker_wait_s
-        late = [pool for pool, since in self._deserted.items() if now - since >= wait_s]
-        if late:
-            self.on_deserted(frozenset(one for pool in late for one in tags(pool, pools[pool])))
+        if pools:
+            since = self._deserted
+            told = {one: since[pool] for pool in pools for one in tags(pool, pools[pool])}
+            self.on_deserted(told)
 
     async def _read_depths(self, snapshot: Snapshot) -> None:
         """Set the gauges: all lanes of all pools whose models are known."""
@@ -149,11 +149,20 @@ class Models:
         """Workers that take jobs, as of the last reading."""
         return len(self._snapshot.ready()) if self._snapshot else 0
 
+    @property
+    def servable(self) -> bool:
+        """Whether requests are taken: by ready workers, or to wait for the first of a pool."""
+        if self.ready_workers:
+            return True
+        waits = self._settings.no_worker_wait_s > 0
+        return waits and self._snapshot is not None and bool(self._snapshot.models)
+
     def resolve(self, name: Any) -> ModelRecord:
         """Return the record of the model that a body names.
 
         Without a name the only pool's own model is meant. A name that is no text goes there too:
-        what is wrong with it the worker says best. Raises `UnknownModel`, `NoWorker`.
+        what is wrong with it the worker says best. A pool without a ready worker is named all the
+        same, where requests may wait for one. Raises `UnknownModel`, `NoWorker`.
         """
         snapshot = self._snapshot
         if snapshot is None:
@@ -162,18 +171,29 @@ class Models:
             record = snapshot.models.get(name)
             if record is None:
                 raise UnknownModel(f"The model `{name[:200]}` does not exist.", param="model")
-            if not snapshot.ready(name):
-                raise NoWorker(param="model", retry_after_s=_NO_WORKER_RETRY_S)
+            if not snapshot.served(name) and not self._may_wait(snapshot, record):
+                raise no_worker()
             return record
         if not snapshot.models:
-            raise NoWorker(retry_after_s=_NO_WORKER_RETRY_S)
+            raise no_worker()
         pools = {record.pool for record in snapshot.models.values()}
         if len(pools) > 1:
             raise InvalidRequest("The parameter `model` is missing.", param="model")
         for worker in snapshot.ready():
             if worker.models and (record := snapshot.models.get(worker.models[0])):
                 return record
-        raise NoWorker(retry_after_s=_NO_WORKER_RETRY_S)
+        record = min(snapshot.models.values(), key=_standing)
+        if not self._may_wait(snapshot, record):
+            raise no_worker()
+        return record
+
+    def _may_wait(self, snapshot: Snapshot, record: ModelRecord) -> bool:
+        """Tell whether a model's request may be queued though no ready worker serves it.
+
+        Not where the pool has workers that don't: they would take the job and fail it.
+        """
+        served = any(one.pool == record.pool for one in snapshot.ready())
+        return self._settings.no_worker_wait_s > 0 and not served
 
     def shard(self, record: ModelRecord) -> str:
         """Return the tag of one of the pool's shards, if possible of one that can be reached."""
@@ -187,14 +207,18 @@ class Models:
         depth = self._settings.max_queue_depth
         return max(1, math.ceil((seats + depth) / record.shards))
 
+    def tenant_limit(self, record: ModelRecord, tenant: str) -> int:
+        """Return how many jobs of a tenant may wait in one lane of one shard; 0: any number."""
+        limit = self._settings.tenant_queue_limit if tenant else 0
+        return math.ceil(limit / record.shards)
+
     def listing(self, caller: KeyRecord) -> list[dict[str, Any]]:
-        """Return OpenAI's list of the models that have a worker now and that a caller may use."""
+        """Return OpenAI's list of the models that are served now and that a caller may use."""
         snapshot = self._snapshot
         if snapshot is None:
             raise QueueUnavailable(retry_after_s=2)
-        served = {name for worker in snapshot.ready() for name in worker.models}
-        known = sorted(served & snapshot.models.keys())
-        return [_card(snapshot.models[name]) for name in known if may_use(caller, name)]
+        served = sorted(name for name in snapshot.models if snapshot.served(name))
+        return [_card(snapshot.models[name]) for name in served if may_use(caller, name)]
 
     def engines(self) -> str:
         """Return the versions of the engines behind ready workers. Raises `NoWorker`."""
@@ -210,6 +234,16 @@ class Models:
             if card["id"] == name:
                 return card
         raise UnknownModel(f"The model `{name[:200]}` does not exist.", param="model")
+
+
+def no_worker() -> NoWorker:
+    """Return the error for a model whose workers are away."""
+    return NoWorker(param="model", retry_after_s=_NO_WORKER_RETRY_S)
+
+
+def _standing(record: ModelRecord) -> tuple[bool, bool, str]:
+    """Put a pool's own model first, then other names of it, then adapters."""
+    return record.parent is not None, record.name != record.pool, record.name
 
 
 def _card(record: ModelRecord) -> dict[str, Any]:

@@ -8,7 +8,6 @@ it reads the log from where it stands, at the client's pace.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
@@ -148,7 +147,7 @@ class JobStream:
         self._limit_bytes = limit_bytes
         self._count_read = count_read
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[Envelope] = deque()
+        self._queue: list[Envelope] = []
         """Frames that follow each other without a gap."""
         self._buffer_bytes = 0
         self._behind = ""
@@ -322,8 +321,8 @@ class JobStream:
     def _meet_queue(self, reason: str, *, progressed: bool) -> None:
         """Join what the channel brought meanwhile to what the log gave."""
         queue = self._queue
-        while queue and queue[0].seq <= self.cursor:
-            queue.popleft()
+        known = next((at for at, one in enumerate(queue) if one.seq > self.cursor), len(queue))
+        del queue[:known]
         if not queue:
             self._buffer_bytes = 0
         elif queue[0].seq != self.cursor + 1:

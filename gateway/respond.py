@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import sse
@@ -18,6 +18,7 @@ from gateway.errors import (
 )
 from gateway.events import Numbering
 from gateway.exchange import Exchange
+from gateway.models import no_worker
 from gateway.relay import JobStream, Part
 from gateway.settings import GatewaySettings
 from gateway.submit import Submitter
@@ -29,7 +30,6 @@ from shared.errors import (
     Draining,
     EngineFailed,
     HeadraceError,
-    NoWorker,
     WorkerLost,
 )
 from shared.keys import tag_of
@@ -42,13 +42,41 @@ _SLICE_BYTES = 64 << 10
 _COMPLETED = "completed"
 
 
-class RelayedAnswer(Response):
+class RelayedAnswer:
     """Relays a job's frames; owns its stream and, whatever happens, closes it.
 
     The status is the worker's. A stream that has nothing to say for `first_byte_grace_s` is begun
     as 200 all the same, and kept alive by comments. What fails after that ends in an error event,
     and the body is broken off rather than ended: a clean end would be taken for success.
     """
+
+    __slots__ = (
+        "_asked_stream",
+        "_between_events",
+        "_buffer",
+        "_buffered_bytes",
+        "_comment",
+        "_exchange",
+        "_gave_up",
+        "_head",
+        "_numbering",
+        "_send",
+        "_sending",
+        "_settings",
+        "_since",
+        "_started",
+        "_stream",
+        "_stuck_since",
+        "_submitter",
+        "_sweeper",
+        "_task",
+        "_unchunked",
+        "_unsent",
+        "_whole_only",
+        "_wire",
+        "_wrote",
+        "_wrote_at",
+    )
 
     def __init__(
         self,
@@ -61,13 +89,13 @@ class RelayedAnswer(Response):
         sweeper: Sweeper,
         numbering: Numbering | None = None,
     ) -> None:
-        self.background = None
         self._exchange = exchange
         self._stream = stream
         self._asked_stream = asked_stream
         self._settings = settings
         self._submitter = submitter
         self._sweeper = sweeper
+        self._since = asyncio.get_running_loop().time()
         self._numbering = numbering
         """Of a stream with ids, or one that doesn't begin at its beginning."""
         ids = numbering is not None and numbering.ids
@@ -153,12 +181,16 @@ class RelayedAnswer(Response):
         else:
             self._stream.fail(Draining() if self._stream.patience_s == 0 else BrokenOff())
 
-    def give_up(self, job_tags: frozenset[str]) -> None:
-        """End the answer if its job's tag is among those that have no worker any more."""
+    def give_up(self, deserted: Mapping[str, float], now: float) -> None:
+        """End the answer if its pool has had no worker for too long, and so has this request.
+
+        `deserted`: tag of a pool → since when it has had none.
+        """
         stream = self._stream
-        if tag_of(stream.job_id) in job_tags:
-            begun = self._started or stream.cursor > 0
-            stream.fail(WorkerLost() if begun else NoWorker(retry_after_s=5))
+        since = deserted.get(tag_of(stream.job_id))
+        if since is None or now - max(since, self._since) < self._settings.no_worker_wait_s:
+            return
+        stream.fail(WorkerLost() if stream.cursor > 0 else no_worker())
 
     def _give_up_reader(self) -> None:
         self._gave_up = True
@@ -209,6 +241,7 @@ class RelayedAnswer(Response):
                 if not self._streams():
                     await self._send_whole()
                 return
+            part = None  # Not kept while the next is waited for.
 
     def _streams(self) -> bool:
         """Tell whether the answer's parts are events of a stream that is being sent."""

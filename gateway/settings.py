@@ -41,6 +41,22 @@ class GatewaySettings(RedisSettings):
     """Largest request body; above it 413."""
     max_header_bytes: Bytes = 64 << 10
     """Largest request target and headers; above it 431."""
+    max_choices: int = Field(128, ge=1, le=65_536)
+    """Most answers that one request can ask for, `n`; above this and what follows 400."""
+    max_request_logprobs: int = Field(1000, ge=0, le=1_000_000)
+    """Most log probabilities per token that a request can ask for."""
+    max_stops: int = Field(256, ge=1, le=65_536)
+    """Most stop strings, stop tokens or bad words of a request."""
+    max_logit_bias: int = Field(32_768, ge=1, le=1_000_000)
+    """Most tokens that a request can weigh in `logit_bias`."""
+    max_list_items: int = Field(4096, ge=1, le=1_000_000)
+    """Most messages, parts of one, tools or inputs of a request, and inputs times choices."""
+    max_schema_bytes: Bytes = 256 << 10
+    """Largest schema or grammar that an answer is to follow, and largest tool."""
+    max_json_depth: int = Field(100, ge=8, le=500)
+    """Deepest nesting of a request's JSON."""
+    max_json_values: int = Field(1_000_000, ge=1000, le=100_000_000)
+    """Most values in a request's JSON, tokens of a prompt among them."""
     body_timeout_s: Seconds = 60
     """Longest wait for a request's body."""
     request_timeout_s: Seconds = 600
@@ -51,14 +67,17 @@ class GatewaySettings(RedisSettings):
     """Longest wait for the queue to take a job; above it 503."""
     redis_replicas: int = Field(0, ge=0, le=16)
     """Replicas that must have a job before it counts as accepted; with fewer, 503."""
-    no_worker_wait_s: Seconds = 15
-    """How long requests wait on while no worker of their pool is there, nor any is starting."""
+    no_worker_wait_s: Annotated[float, Field(ge=0, le=86_400)] = 60
+    """How long requests wait while no worker of their pool is there, nor any is starting; with 0
+    they are refused at once."""
     first_byte_grace_s: Seconds = 5
     """How long a stream's status waits for the engine's before it becomes 200."""
     keepalive_s: Seconds = 10
     """Longest silence in a stream; then a comment is sent."""
     max_queue_depth: int = Field(1000, ge=0, le=10_000_000)
     """Most jobs that may wait in one lane of a pool, beyond those its seats hold; above it 503."""
+    tenant_queue_limit: int = Field(0, ge=0, le=10_000_000)
+    """Most jobs of one tenant that may wait in one lane of a pool; above it 429; 0: no limit."""
     max_streams: int = Field(4096, ge=1, le=1_000_000)
     """Most requests that one process relays at once; above it 503."""
     stream_buffer_bytes: Bytes = 256 << 10

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import random
+from dataclasses import dataclass
 from functools import partial
 
 from gateway.cancels import Canceller
@@ -34,6 +35,17 @@ from shared.transitions import Transitions
 _MADE_ROOM = 0.1
 """Share of a full lane's jobs that shall have ended when a client comes back."""
 _RETRY_S = (1, 60)
+_TENANT_FULL = "Too many requests of this API key's tenant are waiting. Try again later."
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be in the lane of a shard."""
+
+    lane: int
+    """Jobs, queued and running."""
+    tenant: int = 0
+    """Jobs of one tenant that wait; 0: any number."""
 
 
 class Submitter:
@@ -75,7 +87,7 @@ class Submitter:
         job: Job,
         caller: KeyRecord,
         *,
-        limit: int,
+        limits: Limits,
         timeout_s: float,
         told: Told = lambda _: None,
         shared: bool = False,
@@ -95,9 +107,11 @@ class Submitter:
             async with asyncio.timeout(min(self._settings.submit_timeout_s, timeout_s)):
                 await self._admit(stream, caller, told)
                 await self._subscribe(stream)
-                await self._submit(stream, job, limit, timeout_s, shared=shared)
+                await self._submit(stream, job, limits, timeout_s, shared=shared)
         except BaseException as error:
-            if not shared or isinstance(error, QueueFull):  # Else others may have submitted it.
+            if not shared or isinstance(
+                error, QueueFull | RateLimited
+            ):  # Else others may have submitted it.
                 self._uncount(stream)
             self.close(stream)
             if isinstance(error, TimeoutError):
@@ -165,12 +179,13 @@ class Submitter:
         await self._channels.open(self._keys.channel(stream.job_id), stream)
 
     async def _submit(
-        self, stream: JobStream, job: Job, limit: int, timeout_s: float, *, shared: bool
+        self, stream: JobStream, job: Job, limits: Limits, timeout_s: float, *, shared: bool
     ) -> None:
         try:
             submitted = await self._transitions.submit(
                 job,
-                limit=limit,
+                limit=limits.lane,
+                tenant_limit=limits.tenant,
                 timeout_s=timeout_s,
                 reader=stream.reader,
                 replicas=self._settings.redis_replicas,
@@ -188,6 +203,8 @@ class Submitter:
             raise
         if submitted.verdict == "full":
             raise QueueFull(retry_after_s=retry_s(submitted))
+        if submitted.verdict == "tenant_full":
+            raise RateLimited(_TENANT_FULL, retry_after_s=retry_s(submitted))
         if submitted.verdict == "cancelled":
             raise Cancelled
 

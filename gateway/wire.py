@@ -35,6 +35,8 @@ _WRITES = _is_known(uvicorn.__version__)
 class Wire:
     """The connection that an answer goes out on."""
 
+    __slots__ = ("_chunks_always", "_cycle", "_transport")
+
     def __init__(self, send: Send) -> None:
         cycle: Any = getattr(send, "__self__", None)
         module = type(cycle).__module__

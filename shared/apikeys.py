@@ -25,6 +25,8 @@ from shared.scripts import Script
 
 T = TypeVar("T")
 
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
+
 _ID_BYTES = 6
 _RANDOM_BYTES = 24
 _SECRET = re.compile(r"sk-hr-([0-9a-f]{12})-[0-9a-f]{48}")

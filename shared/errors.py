@@ -106,7 +106,7 @@ class QueueFull(Unavailable):
 
 
 class NoWorker(Unavailable):
-    """No worker is ready for this model. Try again later."""
+    """No worker is ready for this model. Start one (`headrace-worker`), or try again later."""
 
     code = "no_worker"
 
@@ -166,7 +166,7 @@ class WorkerLost(HeadraceError):
 
 
 class Poisoned(HeadraceError):
-    """The request has cost more than one worker and is not tried again."""
+    """The request has cost several workers and is not tried again."""
 
     code = "poisoned"
 
@@ -191,9 +191,10 @@ class AnswerTooLarge(HeadraceError):
     code = "answer_too_large"
 
 
-def _tree(root: type[HeadraceError]) -> list[type[HeadraceError]]:
-    return [root, *(c for child in root.__subclasses__() for c in _tree(child))]
+def tree(root: type[HeadraceError]) -> list[type[HeadraceError]]:
+    """Return an error and all that are of its kind and known by now."""
+    return [root, *(c for child in root.__subclasses__() for c in tree(child))]
 
 
-BY_CODE: dict[str, type[HeadraceError]] = {cls.code: cls for cls in _tree(HeadraceError)}
+BY_CODE: dict[str, type[HeadraceError]] = {cls.code: cls for cls in tree(HeadraceError)}
 """Every error by its code, for errors that come out of a terminal frame."""

@@ -8,18 +8,23 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 |---|---|---|---|---|---|
 | `{p}:{tag}:lane:<lane>` | stream | one entry per job, queued or running: `j` | 7 days, renewed by submit | submit, finish, cancel, adopt | worker |
 | `{p}:{tag}:lane:<lane>:returned` | stream | the same, handed back: claimed before the lane | as above | hand back | worker |
-| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned seq owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream tenant readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
-| `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, field `f` | as the job's | publish, finish, cancel, adopt | gateway |
+| `{p}:{tag}:lane:<lane>:tenants` | sorted set | tenant → its virtual time, of those with entries that wait | as above | submit, claim | claim, status |
+| `{p}:{tag}:lane:<lane>:waiting` | sorted set | all entries that wait, by age | as above | submit, claim, cancel | claim |
+| `{p}:{tag}:lane:<lane>:tenant:<tenant>` | sorted set | a tenant's entries that wait, by age | as above | submit, claim, cancel | claim, submit, status |
+| `{p}:{tag}:lane:<lane>:bell` and `…:returned:bell` | list | at most one element: something waits in the stream | as above | submit, hand back, claim | worker |
+| `{p}:{tag}:job:<id>` | hash | `id state rec lane entry returned owner base worker attempts strikes history deadline cancel outcome ended_by submitted started finished usage model stream tenant readers unread patience` | time-out + result TTL, then result TTL | all transitions | both |
+| `{p}:{tag}:log:<id>` | stream | the job's frames, id `<seq>-0`, `f` = the channel's message | as the job's | publish, finish, cancel, adopt | gateway |
 | `{p}:{tag}:cancel:<id>` | string | a cancel that came before its job | 1 minute | cancel | submit |
 | `{p}:{<digest>}:request` | string | an idempotency key's hash → `<fingerprint> <job>` | time-out + result TTL | remember | gateway |
 | `{p}:{tag}:dead` | stream | jobs that cost too many workers: `j rec history`, the last 1,000 | 7 days, renewed | adopt; admin deletes | admin |
-| `{p}:{tag}:ch:<id>` | channel | the job's frames, `<seq> <frame>` | | with the log | gateway |
-| `{p}:{tag}:ctl:<worker>` | channel | nudges: `cancel <job> <owner> <reason>`, `drain` | | cancel, admin | worker |
+| `{p}:{tag}:ch:<id>` | channel | the job's frames, `<seq> <owner> <base> <frame>` | | with the log | gateway |
+| `{p}:{tag}:ctl:<worker>` | channel | nudges: `cancel <job> <owner> <reason>`, `drain`, `adapters` | | cancel, admin | worker |
 | `{p}:{registry}:workers` | set | ids of workers | 1 hour, renewed by each beat | worker | gateway |
 | `{p}:{registry}:worker:<id>` | string | `WorkerRecord`, MessagePack | the worker's lease | worker | gateway |
 | `{p}:{registry}:gateways` | set | names of gateways | 1 hour, renewed by each announcement | gateway | worker |
 | `{p}:{registry}:gateway:<name>` | string | nothing: that it is there | the gateway's lease | gateway | worker |
 | `{p}:{registry}:models` | hash | model name → `ModelRecord`, MessagePack | 7 days, renewed by each beat | worker | gateway |
+| `{p}:{registry}:adapters:<pool>` | hash | adapter name → `AdapterRecord`, MessagePack | 7 days, renewed by the pool's workers | admin | worker |
 | `{p}:{<key>}:in_flight` | hash | job of an API key → when it was counted, ms | a day, renewed by admit | gateway | gateway |
 | `{p}:{<key>}:unsettled` | hash | job of an API key whose tokens are limited and that is not charged yet → when it was counted, ms | a day, renewed by admit | gateway | gateway |
 | `{p}:{<key>}:requests` | hash | second, Unix time → requests of an API key in it; `used last swept` | 62 s, renewed | gateway | gateway |
@@ -93,6 +98,19 @@ class Keys:
     def returned(self, job_tag: str, lane: str) -> str:
         return self._tagged(job_tag, f"lane:{lane}:returned")
 
+    def waiting(self, job_tag: str, lane: str) -> str:
+        return self.lane(job_tag, lane) + ":waiting"
+
+    def tenants(self, job_tag: str, lane: str) -> str:
+        return self.lane(job_tag, lane) + ":tenants"
+
+    def tenant(self, job_tag: str, lane: str, tenant: str) -> str:
+        return f"{self.lane(job_tag, lane)}:tenant:{tenant}"
+
+    def bell(self, job_tag: str, lane: str, *, returned: bool = False) -> str:
+        stream = self.returned if returned else self.lane
+        return stream(job_tag, lane) + ":bell"
+
     def job(self, job_id: str) -> str:
         return self._tagged(tag_of(job_id), f"job:{job_id}")
 
@@ -128,6 +146,9 @@ class Keys:
 
     def models(self) -> str:
         return self._tagged(REGISTRY, "models")
+
+    def adapters(self, pool: str) -> str:
+        return self._tagged(REGISTRY, f"adapters:{pool}")
 
     def api_keys(self) -> str:
         return self._tagged(REGISTRY, "keys")

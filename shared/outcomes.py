@@ -12,11 +12,12 @@ from shared.protocol import Envelope, Job, Usage
 
 @dataclass(frozen=True)
 class Submitted:
-    """`queued`, `known` (the id was submitted before), `cancelled` (before it came) or `full`."""
+    """`queued`, `known` (the id was submitted before), `cancelled` (before it came), `full` or
+    `tenant_full`."""
 
     verdict: str
     entries: int = 0
-    """Jobs in the lane, where it is full."""
+    """Jobs in the lane, where it is full, or of the tenant's that wait there."""
     oldest_s: float = 0
     """How long the oldest of them has been there: as many have ended in that time, or more."""
 
@@ -57,10 +58,10 @@ class Append(Struct, frozen=True, gc=False):
 
     job_id: str
     owner: str
-    base: int
     first: int
-    """Sequence number of the first body."""
-    bodies: Sequence[bytes]
+    """Number of the first message."""
+    messages: Sequence[bytes]
+    """As `protocol.seal_message` makes them."""
 
 
 @dataclass(frozen=True)

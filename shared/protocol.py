@@ -32,6 +32,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 0
     """Longest answer that its caller may have, whatever the body says; 0: as the worker does it."""
     tenant: str = ""
+    weight: float = 1.0
+    """Of its caller: a tenant's turns go by it."""
     request_id: str = ""
     """The client's own id for it, for log lines only."""
     gateway: str = ""
@@ -110,6 +112,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     engine: str = ""
     started_ms: int = 0
+    adapters: dict[str, tuple[int, str]] = {}
+    """Wanted adapter that it has dealt with → the `asked_ms` of the wish, and why it can't be
+    loaded; empty: it is."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +127,16 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     created: int = 0
     """Unix time, seconds."""
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter (LoRA) that is wanted on all workers of a pool."""
+
+    name: str
+    source: str
+    """As the engine takes it: a directory on each worker's machine, or a repository's name."""
+    asked_ms: int = 0
+    """When it was asked for, by the server's clock: one wish differs from the next by it."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +164,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     """Prompts and answers, charged when a job has ended."""
+    weight: float = 1.0
+    """Share of its tenant's turns, beside those of others that wait in the same lane."""
     disabled: bool = False
     created_ms: int = 0
 
@@ -163,6 +180,7 @@ decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_usage = msgspec.msgpack.Decoder(Usage).decode
 decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 decode_model = msgspec.msgpack.Decoder(ModelRecord).decode
+decode_adapter = msgspec.msgpack.Decoder(AdapterRecord).decode
 decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 
@@ -177,13 +195,17 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     """An encoded `Frame`."""
 
 
+def stamp(owner: str, base: int) -> bytes:
+    """Return what stands between the number and the body of all messages of one owner."""
+    return b" %b %d " % (owner.encode(), base)
+
+
+def seal_message(seq: int, stamped: bytes, body: bytes) -> bytes:
+    """Return a frame as it stands in the job's log and goes to its channel."""
+    return b"%d%b%b" % (seq, stamped, body)
+
+
 def open_message(message: bytes) -> Envelope:
-    """Take apart a message of a job's channel: `<seq> <owner> <base> <body>`."""
+    """Take apart a frame from a job's log or channel: `<seq> <owner> <base> <body>`."""
     seq, owner, base, body = message.split(b" ", 3)
     return Envelope(int(seq), owner, int(base), body)
-
-
-def open_entry(entry_id: bytes, entry: bytes) -> Envelope:
-    """Take apart an entry of a job's log: id `<seq>-0`, field `f` `<owner> <base> <body>`."""
-    owner, base, body = entry.split(b" ", 2)
-    return Envelope(int(entry_id.split(b"-", 1)[0]), owner, int(base), body)

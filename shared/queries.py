@@ -29,7 +29,7 @@ class Queries:
         keys: Keys,
         *,
         result_ttl_s: float,
-        max_strikes: int = 2,
+        max_strikes: int = 3,
         shebang: bool = True,
     ) -> None:
         self._clients = clients_of(redis)
@@ -120,7 +120,7 @@ class Queries:
             return await pipeline.execute()
 
         entries, state = await self._at(tag_of(job_id), read)
-        envelopes = [protocol.open_entry(entry, fields[b"f"]) for entry, fields in entries]
+        envelopes = [protocol.open_message(fields[b"f"]) for _, fields in entries]
         return LogPage(envelopes, state.decode() if state else None, len(entries) == count)
 
     async def depths(self, job_tag: str) -> dict[str, int]:

@@ -46,6 +46,17 @@ class Snapshot:
             if one.state == "ready" and (model is None or model in one.models)
         ]
 
+    def served(self, model: str) -> bool:
+        """Tell whether a request for a known model finds it wherever it is claimed.
+
+        Any ready worker of the pool may claim it, and an adapter may be on some of them only.
+        """
+        record = self.models[model]
+        if record.parent is None:
+            return bool(self.ready(model))
+        pool = [one for one in self.ready() if one.pool == record.pool]
+        return bool(pool) and all(model in one.models for one in pool)
+
 
 class Registry:
     """Reads and writes the registry. Raises `QueueUnavailable`."""
@@ -77,6 +88,11 @@ class Registry:
     async def leave(self, worker_id: str) -> None:
         """Say that a worker is gone."""
         await self._forget(self._keys.worker(worker_id), self._keys.workers(), worker_id)
+
+    async def forget_models(self, names: Iterable[str]) -> None:
+        """Forget names of models that are served no more; a worker that does brings them back."""
+        fields = list(names)
+        await self._at(lambda redis: redis.hdel(self._keys.models(), *fields))
 
     async def announce_gateway(self, name: str, lease_s: float) -> None:
         """Say that a gateway is there, until its lease ends."""

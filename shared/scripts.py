@@ -16,18 +16,20 @@ from redis.exceptions import NoScriptError
 
 _FOLDER = files("shared") / "lua"
 _PARTS = {
-    "submit": "enqueue",
-    "requeue": "enqueue",
-    "adopt": "end_job",
-    "cancel": "end_job",
-    "finish": "end_job",
-    "leave": "end_job",
-    "admit": "window",
-    "settle": "window",
-    "peek": "without_body",
-    "peek_dead": "without_body",
+    "submit": ("ring", "enqueue"),
+    "requeue": ("ring", "enqueue"),
+    "claim": ("ring",),
+    "hand_back": ("ring",),
+    "adopt": ("end_job",),
+    "cancel": ("end_job",),
+    "finish": ("end_job",),
+    "leave": ("end_job",),
+    "admit": ("window",),
+    "settle": ("window",),
+    "peek": ("without_body",),
+    "peek_dead": ("without_body",),
 }
-"""What several scripts share: script → the file that stands before it."""
+"""What several scripts share: script → the files that stand before it."""
 _REFUSED_WHEN_FULL = frozenset({"submit", "requeue", "remember", "admit", "change_key"})
 """At `maxmemory` new work is refused; everything that ends, frees or goes on must get through."""
 
@@ -56,9 +58,8 @@ def source(name: str, *, shebang: bool = True, sharded: bool = False) -> str:
 
     `sharded`: for a cluster, where a job's channel lives with its keys.
     """
-    text = (_FOLDER / f"{name}.lua").read_text()
-    if name in _PARTS:
-        text = (_FOLDER / f"{_PARTS[name]}.lua").read_text() + text
+    names = (*_PARTS.get(name, ()), name)
+    text = "".join((_FOLDER / f"{one}.lua").read_text() for one in names)
     if sharded:
         text = text.replace("'PUBLISH'", "'SPUBLISH'").replace("'NUMSUB'", "'SHARDNUMSUB'")
     if not shebang:

@@ -15,7 +15,7 @@ from shared.protocol import Usage
 from shared.scripts import Script
 
 COUNTED = 10_000
-"""Highest place in a lane that is counted out."""
+"""Highest place in a lane that is told."""
 
 _FIELDS = (
     "state outcome lane model stream attempts strikes submitted started finished deadline usage "
@@ -36,7 +36,7 @@ class Status:
     attempts: int
     strikes: int
     position: int | None
-    """Of a job that waits: 1 is the next of its lane."""
+    """Of a job that waits, about: 1 is the next of its lane."""
     submitted_at: float
     started_at: float | None
     """By its last worker."""

@@ -9,8 +9,6 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from shared import protocol
-from shared.border import translated
-from shared.connection import Clients, clients_of
 from shared.errors import (
     Cancelled,
     HeadraceError,
@@ -18,7 +16,8 @@ from shared.errors import (
     QueueUnavailable,
     RequestTimeout,
 )
-from shared.keys import GROUP, tag_of, written
+from shared.keys import tag_of, written
+from shared.lanes import LANE_TTL_MS, Call, Lanes
 from shared.outcomes import (
     Adopted,
     Append,
@@ -31,19 +30,15 @@ from shared.outcomes import (
     Verdict,
 )
 from shared.protocol import End, Frame, Job
-from shared.queries import Queries
 
 MAX_TIMEOUT_S = 24 * 3600
 """The longest that a job may wait and run."""
-LANE_TTL_MS = 7 * 24 * 3600 * 1000
 EARLY_CANCEL_TTL_MS = 60_000
 DEAD_LENGTH = 1000
 """Jobs that are kept in a pool's dead-letter."""
 
 T = TypeVar("T")
 
-Call = tuple[str, Sequence[str] | Sequence[bytes], Sequence[Any]]
-"""Script, keys and arguments."""
 Reason = Literal["cancelled", "expired"]
 
 
@@ -59,7 +54,7 @@ _END_BODIES: dict[Reason, bytes] = {
 _POISONED_BODY = _end_body("failed", Poisoned)
 
 
-class Transitions(Queries):
+class Transitions(Lanes):
     """Typed calls of the scripts. Raises `QueueUnavailable`, `QueueFull`, `TransitionFailed`."""
 
     async def submit(
@@ -68,11 +63,13 @@ class Transitions(Queries):
         *,
         limit: int,
         timeout_s: float,
+        tenant_limit: int = 0,
         reader: str = "",
         replicas: int = 0,
         wait_s: float = 1,
     ) -> Submitted:
-        """Put a job into its lane unless the lane holds `limit` jobs, queued and running.
+        """Put a job into its lane unless the lane holds `limit` jobs, queued and running, or
+        `tenant_limit` of the job's tenant that wait, if that is above 0.
 
         With a `reader` the job lives while it, or another one, is there, and for its patience.
         Where fewer `replicas` than these have it within `wait_s`, `QueueUnavailable` is raised, and
@@ -93,6 +90,8 @@ class Transitions(Queries):
             job.tenant,
             reader,
             -1 if job.patience_s is None else int(job.patience_s * 1000),
+            job.weight,
+            tenant_limit,
         ]
         if replicas:
             calls, wait = [("submit", names, args)], (replicas, int(wait_s * 1000))
@@ -104,61 +103,9 @@ class Transitions(Queries):
         verdict = reply[0].decode()
         if had < replicas and verdict in ("queued", "known"):
             raise QueueUnavailable("The queue has too few copies of its data. Try again later.")
-        if verdict == "full":
+        if verdict in ("full", "tenant_full"):
             return Submitted(verdict, entries=reply[1], oldest_s=reply[2] / 1000)
         return Submitted(verdict)
-
-    async def create_lanes(self, tags: Iterable[str]) -> None:
-        """Create the consumer groups, at 0 so that nothing that waits is passed over."""
-        for job_tag in tags:
-            await self._call("create_lanes", list(self._streams(job_tag)), [LANE_TTL_MS])
-
-    async def claim(
-        self, job_tag: str, limits: dict[str, int], worker: str, *, returned: bool = True
-    ) -> list[Claimed]:
-        """Take entries at once, lane by lane. `limits`: lane → the most to have in all after it.
-
-        `returned`: also those that were handed back. Raises `LanesLost` after data loss: create the
-        lanes again.
-        """
-        streams = self._streams(job_tag, limits, returned=returned)
-        ceilings = [limits[lane] for lane, _ in streams.values()]
-        reply = await self._call("claim", list(streams), [worker, *ceilings])
-        places = list(streams.values())
-        claimed = []
-        for index, entry, job_id in reply:
-            lane, back = places[index - 1]
-            claimed.append(Claimed(job_tag, lane, back, entry, job_id.decode()))
-        return claimed
-
-    async def wait_claim(
-        self,
-        blocking: Redis | Clients,
-        job_tag: str,
-        lanes: Sequence[str],
-        worker: str,
-        block_s: float,
-        *,
-        returned: bool = True,
-    ) -> list[Claimed]:
-        """Wait for an entry on a connection of its own; at most one from each stream.
-
-        Ends early, with nothing, when another connection unblocks this one.
-        """
-        streams = self._streams(job_tag, lanes, returned=returned)
-
-        async def read(redis: Redis) -> Any:
-            return await redis.xreadgroup(
-                GROUP, worker, dict.fromkeys(streams, ">"), count=1, block=int(block_s * 1000)
-            )
-
-        async with translated():
-            reply = await clients_of(blocking).run(job_tag, read)
-        return [
-            Claimed(job_tag, *streams[name.decode()], entry, fields.get(b"j", b"").decode())
-            for name, entries in reply or ()
-            for entry, fields in entries
-        ]
 
     async def adopt(
         self, claimed: Claimed, owner: str, worker: str, *, idle_s: float = 0
@@ -261,8 +208,8 @@ class Transitions(Queries):
         for append in appends:
             job, log, channel = written(prefix, append.job_id)
             names += (job, log)
-            bodies = append.bodies
-            args += (append.owner, append.base, channel, append.first, len(bodies), *bodies)
+            messages = append.messages
+            args += (append.owner, channel, append.first, len(messages), *messages)
         return names, args
 
     def _finish_call(self, finish: Finish) -> tuple[list[str], list[Any]]:
@@ -376,15 +323,20 @@ class Transitions(Queries):
         names = [*streams] + [self._keys.job(one.job.id) for one in owned]
         return [word.decode() for word in await self._call("beat", names, args)]
 
-    async def hand_back(self, adopted: Adopted, *, blame: bool = False) -> bool:
+    async def hand_back(self, adopted: Adopted, *, blame: bool = False, begun: bool = True) -> bool:
         """Give a job back to the pool; False if it was no longer this worker's.
 
-        `blame` counts a strike against it: its engine failed while it ran.
+        `blame` counts a strike against it: its engine failed while it ran. One that was never
+        `begun` leaves no line in its history.
         """
         job = adopted.job
         reply = await self._call(
             "hand_back",
-            [self._keys.job(job.id), *self._lanes(job.id, job.lane)],
-            [job.id, adopted.owner, LANE_TTL_MS, int(blame)],
+            [
+                self._keys.job(job.id),
+                *self._lanes(job.id, job.lane),
+                self._keys.log(job.id),
+            ],
+            [job.id, adopted.owner, LANE_TTL_MS, int(blame), int(begun)],
         )
         return bool(reply[0] == b"ok")

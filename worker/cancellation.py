@@ -22,17 +22,23 @@ class Nudges:
         running: Running,
         missed: Callable[[], None],
         drain: Callable[[], None] = lambda: None,
+        adapters: Callable[[], None] = lambda: None,
     ) -> None:
         self._running = running
         self._missed = missed
         self._drain = drain
         """Begins the drain; may be called again."""
+        self._adapters = adapters
+        """Has the wanted adapters looked at."""
 
     def on_message(self, message: bytes) -> None:
-        """Take `cancel <job> <owner> <reason>` or `drain`."""
+        """Take `cancel <job> <owner> <reason>`, `drain` or `adapters`."""
         if message == b"drain":
             log.info("worker.drain_asked")
             self._drain()
+            return
+        if message == b"adapters":
+            self._adapters()
             return
         try:
             verb, job_id, owner, reason = message.decode().split(" ")

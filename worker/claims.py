@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -35,9 +36,18 @@ PREDECESSOR_S = 0.001
 """How late an entry must be to be taken over from an earlier process of the same name."""
 BLOCK_S = 1.0
 SUSPECT_POLL_S = 0.02
-"""How often to look, while a suspect keeps the others waiting, whether it has got further."""
+"""How often to look, while suspects keep others waiting, whether they have got further."""
 FULL_POLL_S = 0.02
 """How often to look again while the engine, not its seats, has no room."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to claim besides the lanes' share: see `Lanes.claim`."""
+
+    returned: bool
+    batch_turn: int
+    batch_max_wait_s: float
 
 
 class Claims:
@@ -76,6 +86,10 @@ class Claims:
         """Whether what is ours can only be of this process, not of one before it with its name."""
         self._unsure = True
         """Whether entries may be ours without our knowing: a reply was lost."""
+        self._odd = False
+        """Whether batch work, where it has waited too long, comes first for a single free seat."""
+        self._crowded = False
+        """Whether a suspect was handed back that must wait until no other runs here."""
 
     def tag(self) -> str:
         """Return the tag of its keys."""
@@ -99,6 +113,15 @@ class Claims:
         if lane == LANES[0]:
             return free
         return free - reserve(self._engine.seats, self._settings.interactive_reserve)
+
+    def _batch_room(self) -> int:
+        """Return the seats that batch may take where it has waited too long: free ones, as long as
+        it holds no more than are not reserved."""
+        seats, batch = self._engine.seats, LANES[-1]
+        held = self._running.sequences_of(batch)
+        return min(
+            self._free(LANES[0]), seats - reserve(seats, self._settings.interactive_reserve) - held
+        )
 
     def stop(self) -> None:
         """Claim nothing more."""
@@ -150,18 +173,29 @@ class Claims:
             await self._running.changed(timeout_s=FULL_POLL_S)
             return
         worker = self._settings.worker_id
-        # What was handed back may be suspect; while one suspect runs, no other is claimed.
-        returned = not self._running.suspect
-        claimed = await self._transitions.claim(self.tag(), limits, worker, returned=returned)
+        # What was handed back may be suspect. One that can't run beside others waits for them.
+        self._crowded = self._crowded and self._running.suspect
+        returned = not self._crowded and self._running.takes_suspect()
+        max_wait_s = self._settings.batch_max_wait_s
+        room = min(max(self._batch_room(), 0), AT_ONCE) if max_wait_s else 0
+        wanted = {**limits, LANES[-1]: limits.get(LANES[-1], 0)} if room else limits
+        options = Options(returned, (room + self._odd) // 2, max_wait_s)
+        claimed = await self._transitions.claim(self.tag(), wanted, worker, **asdict(options))
         if not claimed:
-            claimed = await self._wait(tuple(limits), returned)
+            claimed = await self._wait(tuple(limits), wanted, options)
+        if not claimed:
+            return
+        self._odd = not self._odd
         adoptions = (self._adopt(one) for one in claimed)
         # Wait for all, also after a failure: one that is still under way would be adopted twice.
         for failure in await asyncio.gather(*adoptions, return_exceptions=True):
             if failure is not None:
                 raise failure
 
-    async def _wait(self, lanes: tuple[str, ...], returned: bool) -> list[Claimed]:
+    async def _wait(
+        self, lanes: tuple[str, ...], wanted: dict[str, int], options: Options
+    ) -> list[Claimed]:
+        """Wait until there is something to claim, and do."""
         self._blocked_on = lanes
         try:
             if self._stopping:
@@ -169,17 +203,18 @@ class Claims:
             return await self._transitions.wait_claim(
                 self._blocking,
                 self.tag(),
-                lanes,
+                wanted,
                 self._settings.worker_id,
-                BLOCK_S if returned else SUSPECT_POLL_S,
-                returned=returned,
+                BLOCK_S if options.returned else SUSPECT_POLL_S,
+                **asdict(options),
             )
         finally:
             self._blocked_on = ()
 
     async def take_over(self, claimed: Claimed) -> bool:
         """Adopt another worker's job whose lease has lapsed; False if there is no room now."""
-        if self._stopping or self._running.suspect or self._free(claimed.lane) <= 0:
+        room = self._free(claimed.lane) > 0 and self._running.takes_suspect()
+        if self._stopping or not room:
             return False
         await self._adopt(claimed, idle_s=self._settings.lease_s)
         return True
@@ -200,7 +235,7 @@ class Claims:
             if adopted != "held":
                 log.info("job.dropped", job=claimed.job_id, reason=adopted)
         elif self._refuses(adopted):
-            await self._transitions.hand_back(adopted)
+            await self._transitions.hand_back(adopted, begun=False)
             log.info("job.handed_back", **about(adopted.job), lane=claimed.lane)
         elif await self._dropped(adopted):
             log.info("job.dropped", **about(adopted.job), reason="abandoned")
@@ -221,8 +256,12 @@ class Claims:
 
     def _refuses(self, adopted: Adopted) -> bool:
         """Tell whether a job can't be started here now, though it was claimed."""
-        suspects = adopted.strikes > 0 and self._running.suspect
-        return self._stopping or suspects or self._free(adopted.claimed.lane) <= 0
+        strikes = adopted.strikes
+        crowded = strikes > 0 and not self._running.takes_suspect(strikes)
+        self._crowded = self._crowded or crowded
+        lane = adopted.claimed.lane
+        room = self._free(lane) if lane == LANES[0] else self._batch_room()
+        return self._stopping or crowded or room <= 0
 
 
 async def _none(adopted: Adopted) -> bool:

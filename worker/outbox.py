@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shared import protocol
 from shared.errors import JobLost
 from shared.logs import Log, about
 from shared.outcomes import Adopted, Append, Finish, Verdict
-from shared.protocol import Delta, End, Frame, Head, Item
+from shared.protocol import Delta, End, Frame, Head, Item, encode, seal_message, stamp
 from worker.template import Template
 
 if TYPE_CHECKING:
@@ -67,6 +66,7 @@ class Outbox:
         """Frames that the server has acknowledged."""
         self._unwritten: list[bytes] = []
         """Frames that it hasn't. Lent out by `take`: replaced, not emptied."""
+        self._stamp = stamp(adopted.owner, adopted.base)
         self._last = adopted.base
         """Number of the newest frame."""
         self.end: End | None = None
@@ -143,18 +143,18 @@ class Outbox:
             self._waiting_bytes = 0
         elif items or self._head is not None:
             self.seal()
-        bodies = self._unwritten
-        if not bodies:
+        messages = self._unwritten
+        if not messages:
             return None
         adopted = self.adopted
-        first = self._last - len(bodies) + 1
-        return Append(adopted.job.id, adopted.owner, adopted.base, first, bodies)
+        first = self._last - len(messages) + 1
+        return Append(adopted.job.id, adopted.owner, first, messages)
 
     def _add_frame(self, items: list[Item], template: tuple[bytes, bytes] | None) -> None:
         frame = Frame(items, self._head, template, None, self._tokens)
-        self._unwritten.append(protocol.encode(frame))
-        self._tokens = []
         self._last += 1
+        self._unwritten.append(seal_message(self._last, self._stamp, encode(frame)))
+        self._tokens = []
         self._head = None
 
     def seal(self) -> None:
@@ -185,7 +185,7 @@ class Outbox:
         if self.end is None or self._items:
             return None
         adopted, end = self.adopted, self.end
-        body = protocol.encode(Frame(end=end))
+        body = encode(Frame(end=end))
         return Finish(
             adopted.job.id,
             adopted.owner,

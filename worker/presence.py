@@ -58,6 +58,10 @@ class Presence:
         self._sound_since: float | None = None
         self.state = "starting"
         self.pool = settings.pool
+        self.adapters: dict[str, tuple[int, str]] = {}
+        """What has become of the adapters that are wanted: see `WorkerRecord`."""
+        self._named: set[str] = set()
+        """Names that the registry may have from here."""
         self.on_beat: Callable[[], None] = lambda: None
 
     def beat_now(self) -> None:
@@ -136,11 +140,19 @@ class Presence:
             kv_usage=load.kv_usage,
             engine=engine.version,
             started_ms=self._started_ms,
+            adapters=dict(self.adapters),
         )
         # A worker that loads beats late; the record of one that dies then stays a little longer.
         starting = self.state == "starting"
         lease_s = self._settings.lease_s * (STARTING_LEASES if starting else 1)
-        before = await self._registry.announce(worker, [] if starting else self._models(), lease_s)
+        models = [] if starting else self._models()
+        names = {model.name for model in models}
+        self._named |= names
+        before = await self._registry.announce(worker, models, lease_s)
+        if dropped := self._named - names:
+            # An adapter that was unloaded is unknown from now on, not away.
+            await self._registry.forget_models(dropped)
+            self._named = names
         # At the first beat it is that of a predecessor with this name.
         twin = self._announced and before is not None and before.started_ms != self._started_ms
         if twin and not self._twin:

@@ -111,8 +111,8 @@ class Writer:
                 continue
             if (append := outbox.take()) is not None:
                 appends[outbox] = append
-                bodies = append.bodies
-                size += len(bodies[0]) if len(bodies) == 1 else sum(map(len, bodies))
+                messages = append.messages
+                size += len(messages[0]) if len(messages) == 1 else sum(map(len, messages))
             if outbox.end is not None and (finish := outbox.finish_call()) is not None:
                 ends[outbox] = finish
         return appends, ends
@@ -139,7 +139,7 @@ class Writer:
         self.calls += 1
         self.frames += len(ends)
         for (outbox, append), verdict in zip(appends.items(), verdicts, strict=True):
-            self.frames += len(append.bodies)
+            self.frames += len(append.messages)
             outbox.settle(verdict)
         for outbox, verdict in zip(ends, ended, strict=True):
             outbox.settle_end(verdict)

@@ -39,8 +39,10 @@ _ELSEWHERE = frozenset({"fenced", "lost", "moved"})
 """Reasons after which this isn't the place where the job is ended."""
 
 
-_DRAIN = frozenset({"drained", "moved"})
-"""Reasons that don't undo an answer that is already whole."""
+_WRITTEN_BY_OTHERS = frozenset({"fenced", "lost"})
+"""Reasons that undo even an answer that is whole."""
+_LAST = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n")
+"""How the last event of a stream begins. Its client may leave as soon as it has read that."""
 
 
 class Run:
@@ -70,6 +72,8 @@ class Run:
         self._head: Head | None = None
         self._head_put = False
         self._complete = False
+        self._part = b""
+        """The newest part of the answer."""
 
     @property
     def suspect(self) -> bool:
@@ -84,7 +88,7 @@ class Run:
         if self.stopped is None or reason in {"fenced", "lost"}:
             known = reason in _ENDS or reason in _ELSEWHERE
             self.stopped = reason if known else "cancelled"
-        if not (self._complete and self.stopped in _DRAIN):
+        if not self._whole():
             self.outbox.discard()
         self.stopping.set()
 
@@ -137,8 +141,14 @@ class Run:
             app.cancel()
             await asyncio.wait({app}, timeout=DISCONNECT_S)
 
+    def _whole(self) -> bool:
+        """Tell whether all of the answer is there: then its client's leaving isn't a cancel."""
+        if self.stopped in _WRITTEN_BY_OTHERS:
+            return False
+        return self._complete or self._part.startswith(_LAST)
+
     def _end(self) -> End | None:
-        whole = self._complete and (self.stopped is None or self.stopped in _DRAIN)
+        whole = self._whole()
         if not whole and self.stopped in _ELSEWHERE:
             return None
         counted = self.call.usage
@@ -202,8 +212,10 @@ class Run:
                 # Not before the first part: a fault until then can still become a status.
                 self._head_put = True
                 self.outbox.put_head(self._head, known=self._splice is not None)
-            if (body := message.get("body")) and self._put(bytes(body)):
-                await self.outbox.room()
+            if body := message.get("body"):
+                self._part = bytes(body)
+                if self._put(self._part):
+                    await self.outbox.room()
             if not message.get("more_body"):
                 self._complete = True
 

@@ -6,6 +6,9 @@ import asyncio
 
 from worker.run import Run
 
+SUSPECTS = 8
+"""Most jobs of one strike that begin together: each waits for no more than a few first tokens."""
+
 
 class Running:
     """Runs by job id, with a signal for each change."""
@@ -17,10 +20,24 @@ class Running:
         self._seated: set[Run] = set()
         self._changed = asyncio.Event()
 
+    def takes_suspect(self, strikes: int = 1) -> bool:
+        """Tell whether a job that may be what killed its worker can run beside what runs now.
+
+        After its first strike it can, beside a few others of one strike: it was one of many that
+        ran there. With more it runs as the only suspect, so that no neighbour is condemned with it.
+        """
+        others = [run.adopted.strikes for run in self._seated if run.suspect]
+        return not others or (len(others) < SUSPECTS and max(strikes, *others) == 1)
+
     @property
     def suspect(self) -> bool:
         """Whether one of them may be what killed another worker."""
         return any(run.suspect for run in self._seated)
+
+    def sequences_of(self, lane: str) -> int:
+        """Return the sequences of one lane's jobs."""
+        jobs = (run.adopted.job for run in self._seated)
+        return sum(max(job.sequences, 1) for job in jobs if job.lane == lane)
 
     def add(self, run: Run) -> None:
         self._seated.add(run)

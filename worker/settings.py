@@ -29,6 +29,8 @@ class WorkerSettings(RedisSettings):
     """Parts of the pool's queue, spread over a cluster; the same for all its workers."""
     interactive_reserve: float = Field(0.25, ge=0, le=1)
     """Share of the seats that batch work may not take, rounded down."""
+    batch_max_wait_s: float = Field(600, ge=0, le=86_400)
+    """How long batch work may wait; then every other seat that it may take is its; 0: for ever."""
     kv_high: float = Field(0.95, gt=0, le=1)
     """Share of the KV cache in use above which nothing more is claimed."""
     default_max_tokens: int = Field(4096, ge=1, le=10_000_000)

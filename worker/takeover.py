@@ -2,8 +2,9 @@
 
 Three rules keep a slow network from looking like death, and a poisonous job from condemning its
 neighbours: an entry must have been found late, by one beat less than a lease, and again a beat
-later; this worker's own link must have been sound for a whole lease; and a worker runs one suspect
-at a time, a job whose worker was lost, until that has got further than before.
+later; this worker's own link must have been sound for a whole lease; and a worker begins only a few
+suspects at a time, jobs whose worker was lost and that haven't got further since, and one that has
+cost two workers in a row alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = Log("takeover")
 
 LOOKS_PER_BEAT = 4
 NEXT_S = 0.005
-"""How soon to look whether the last suspect has got further, so that the next may come."""
+"""How soon to look whether a suspect has got further, so that the next may come."""
 
 
 class Takeover:

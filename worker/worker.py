@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import start_http_server
 
+from shared.adapters import AdapterStore
 from shared.connection import Connections
 from shared.errors import QueueUnavailable
 from shared.keys import Keys
@@ -24,6 +25,7 @@ from shared.registry import Registry
 from shared.subscribers import Subscribers
 from shared.transitions import Transitions
 from worker.abandoned import Abandoned
+from worker.adapters import Adapters
 from worker.cancellation import Nudges
 from worker.claims import BLOCK_S, Claims
 from worker.engine.interface import Engine, EngineStartError
@@ -80,6 +82,8 @@ class Worker:
         beats = Transitions(self._beats, self._keys, result_ttl_s=ttl_s)
         self._presence = Presence(settings, engine, self._registry, beats, self._running)
         self._presence.on_beat = self._measure
+        wishes = AdapterStore(self._beats, self._keys)
+        self._adapters = Adapters(settings, engine, wishes, self._presence)
         self._subscriber = Subscribers(settings, name=f"{name}-control", ack_timeout_s=2)
         self._jobs = Jobs(engine, self._transitions, self._publisher, self._running, metrics, spans)
         self._claims = [self._claims_of(shard) for shard in range(settings.shards)]
@@ -171,6 +175,9 @@ class Worker:
             try:
                 if not await self._load():
                     return Exit.OK if self._stop.is_set() else Exit.ENGINE_NOT_STARTED
+                # A worker without them would take requests for them and fail those.
+                await first(self._adapters.load(), self._stop.wait())
+                others.append(side.create_task(self._adapters.run()))
                 others.append(side.create_task(self._subscriber.run()))
                 others.append(side.create_task(self._publisher.run()))
                 others.append(side.create_task(self._abandoned.run()))
@@ -209,7 +216,8 @@ class Worker:
     async def _serve(self) -> Exit:
         """Claim and run until told to stop or until the engine fails, then drain."""
         pool, worker_id = self._presence.pool, self._settings.worker_id
-        nudges = Nudges(self._running, self._presence.beat_now, self._stop.set)
+        beat, look = self._presence.beat_now, self._adapters.look_now
+        nudges = Nudges(self._running, beat, self._stop.set, look)
         for claims in self._claims:
             claims.pool = pool
             self._subscriber.keep(self._keys.control(claims.tag(), worker_id), nudges)

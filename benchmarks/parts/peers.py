@@ -1,114 +1,175 @@
-"""Other relays in the gateway's place, in front of the simulated engine; those that are installed.
+"""The gateway and other relays in its place: what a token costs them, and what they add to it.
 
-They keep no queue and no log.
+The relay has a core of its own; all else is on one other. Behind the relays is a backend in C,
+behind the gateway Valkey and a publisher in a worker's place: see `benchmarks.publisher`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
-from benchmarks.figures import Options, Part, quantile
+from benchmarks import environments
+from benchmarks.accounts import resident_kib
+from benchmarks.figures import Bar, Options, Part, quantile
 from benchmarks.layout import Layout, on_core
-from benchmarks.parts.streams import SIMULATED, STREAMS, measure
-from benchmarks.rounds import Held, Paced, pace
-from benchmarks.targets import Target, direct, folder, pool, running
-from tests.support.valkey import free_port
+from benchmarks.native import Load, backend, load
+from benchmarks.relays import RELAYS, SLOW
+from benchmarks.rounds import Paced, pace
+from benchmarks.targets import Target, fed
 
-_NGINX = """
-daemon off; worker_processes 1; master_process off; pid {folder}/pid; error_log {folder}/error;
-events {{ worker_connections 4096; }}
-http {{
-  access_log off; client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;
-  fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  upstream engine {{ server 127.0.0.1:{engine}; keepalive 512; }}
-  server {{
-    listen 127.0.0.1:{port} backlog=4096;
-    location / {{
-      proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection "";
-      proxy_buffering off; proxy_read_timeout 600s;
-    }}
-  }}
-}}
-"""
-
-_AFTER_S = 3.0
+STREAMS = 512
+STEP_MS = 20.0
+_FEW = 8
+"""Streams of a peer that can't carry more, and clients that ask, pause and ask again."""
+_RAMP_S = 2.0
+_AFTER_S = 2.0
 """For the streams that were left to be cancelled."""
+DIRECT, HEADRACE = "direct", "headrace"
 
-Relay = Callable[[str, Layout, Target], AbstractAsyncContextManager[Target]]
+
+class Seen:
+    """What was measured of one target, round by round."""
+
+    def __init__(self) -> None:
+        self.held: list[Load] = []
+        self.paced: list[Paced] = []
+        self.kib: list[float] = []
+
+    @property
+    def cpu_us(self) -> list[float]:
+        return [each.bill.us_per("gateway", each.tokens) for each in self.held]
+
+    @property
+    def delays_ms(self) -> list[float]:
+        return [each.p50_ms for each in self.held]
+
+    @property
+    def ttfts_ms(self) -> list[float]:
+        return [quantile(each.ttfts_ms, 0.5) for each in self.paced]
 
 
 async def run(options: Options) -> Part:
-    layout = Layout.here()
-    part = Part("peers", f"Other relays: {STREAMS} streams at 30 tokens/s, then 8 paced clients")
-    found = {name: program for name in _RELAYS if (program := find(name))}
-    if not found:
-        part.skipped = f"none of {', '.join(_RELAYS)} is installed"
-        return part
-    part.notes += [f"{name} isn't installed: skipped" for name in _RELAYS if name not in found]
-    held: dict[str, list[Held]] = {}
-    paced: dict[str, list[Paced]] = {}
+    layout = Layout.relay_apart()
+    part = Part(
+        "peers", f"Relays: {STREAMS} streams at {STEP_MS:g} ms a token, in step; paced clients"
+    )
+    programs = {name: environments.program(name) for name in RELAYS}
+    found = {name: program for name, program in programs.items() if program}
+    names = (DIRECT, HEADRACE, *found)
+    seen = {name: Seen() for name in names}
     for turn in range(1, 1 + options.rounds(3)):
-        for name in ("headrace", *found):
-            async with _target(name, found.get(name, ""), layout) as target:
-                seconds = options.seconds(6)
-                held.setdefault(name, []).append(await measure(target, layout, seconds, part))
-                await asyncio.sleep(_AFTER_S)
-                with on_core(layout.client):
-                    done = await pace(target, 8, seconds=seconds / 2, tokens=8, turn=turn)
-                paced.setdefault(name, []).append(done)
-    for name, rounds in held.items():
-        used = [each.bill.us_per("gateway", each.tokens) for each in rounds]
-        part.add(f"CPU per token, {name}", "µs", used)
-    for name, rounds in held.items():
-        part.add(f"delay p50, {name}", "ms", [quantile(each.all_ms, 0.5) for each in rounds])
-    for name, answers in paced.items():
-        part.add(f"TTFT p50, {name}", "ms", [quantile(each.ttfts_ms, 0.5) for each in answers])
+        for name in names:
+            async with open_target(name, found.get(name, ""), layout, STEP_MS) as target:
+                await _round(target, layout, options, turn, seen[name], part)
+    _report(part, seen)
+    versions = ", ".join(f"{name} {environments.version(name)}" for name in found)
+    part.notes.append(
+        f"Peers: {versions}. The relay on core {layout.gateway}, all else on "
+        f"core {layout.worker}. Of {', '.join(SLOW)} {_FEW} streams."
+    )
+    part.notes += [f"{name} can't be had here" for name in RELAYS if name not in found]
     return part
 
 
 @asynccontextmanager
-async def _target(name: str, program: str, layout: Layout) -> AsyncIterator[Target]:
-    if name == "headrace":
-        async with pool(layout, SIMULATED) as target:
+async def open_target(
+    name: str, program: str, layout: Layout, step_ms: float
+) -> AsyncIterator[Target]:
+    """Run one of the peers, the gateway, or the backend alone."""
+    if name == HEADRACE:
+        async with fed(layout, step_ms) as target:
             yield target
         return
-    async with (
-        direct(layout, SIMULATED) as engine,
-        _RELAYS[name](program, layout, engine) as target,
-    ):
-        yield target
+    async with backend(layout, step_ms) as engine:
+        if name == DIRECT:
+            yield engine
+            return
+        async with RELAYS[name](program, layout, engine) as target:
+            yield target
 
 
-@asynccontextmanager
-async def _nginx(program: str, layout: Layout, engine: Target) -> AsyncIterator[Target]:
-    port = free_port()
-    with folder() as path:
-        config = path / "nginx.conf"
-        config.write_text(_NGINX.format(folder=path, engine=engine.port, port=port))
-        command = [program, "-c", str(config), "-p", str(path)]
-        async with running("nginx", command, port, layout.gateway) as process:
-            yield Target("nginx", port, {"gateway": process.pid, **engine.pids})
+async def _round(
+    target: Target, layout: Layout, options: Options, turn: int, seen: Seen, part: Part
+) -> None:
+    relay = target.pids.get("gateway")
+    seconds = options.seconds(9)
+    with on_core(layout.client):  # First: what many streams leave behind isn't in it.
+        paced = await pace(target, _FEW, seconds=seconds / 2, tokens=4, turn=turn)
+    seen.paced.append(paced)
+    before = resident_kib(relay) if relay else 0
+    streams = _FEW if target.name in SLOW else STREAMS
+    held = await load(
+        target, layout, streams=streams, step_ms=STEP_MS, ramp_s=_RAMP_S, window_s=seconds
+    )
+    if relay:
+        seen.kib.append((resident_kib(relay) - before) / streams)
+    seen.held.append(held)
+    ttft = round(quantile(paced.ttfts_ms, 0.5), 3)
+    part.record({"target": target.name, "streams": streams, "ttft_ms": ttft, **held.summary()})
+    await asyncio.sleep(_AFTER_S)
 
 
-@asynccontextmanager
-async def _vllm_router(program: str, layout: Layout, engine: Target) -> AsyncIterator[Target]:
-    port = free_port()
-    command = [program, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", f"http://127.0.0.1:{engine.port}", "--policy", "round_robin"]
-    command += ["--prometheus-port", str(free_port()), "--log-level", "warn"]
-    async with running("vllm-router", command, port, layout.gateway) as process:
-        yield Target("vllm-router", port, {"gateway": process.pid, **engine.pids})
+def _report(part: Part, seen: dict[str, Seen]) -> None:
+    ours = seen[HEADRACE]
+    for name, of in seen.items():
+        if name != DIRECT:
+            part.add(f"CPU per token, {name}", "µs", of.cpu_us)
+            part.add(f"tokens received of those due, {name}", "x", _due(of))
+    for role in ("valkey", "publisher"):
+        used = [each.bill.us_per(role, each.tokens) for each in ours.held]
+        part.add(f"CPU per token, headrace's {role}", "µs", used)
+    for name, of in seen.items():
+        part.add(f"delay p50, {name}", "ms", of.delays_ms)
+    for name, of in seen.items():
+        part.add(f"TTFT p50, {name}", "ms", of.ttfts_ms)
+    for name, of in seen.items():
+        if of.kib:
+            part.add(f"memory per busy stream, {name}", "KiB", of.kib)
+    busy = [each.bill.cores["generator"] for each in seen[DIRECT].held]
+    part.add("load generator's use of its core, direct", "x", busy)
+    busy = [each.bill.cores["backend"] for each in seen[DIRECT].held]
+    part.add("backend's use of its core, direct", "x", busy)
+    _compare(part, seen)
 
 
-_RELAYS: dict[str, Relay] = {"nginx": _nginx, "vllm-router": _vllm_router}
+def _compare(part: Part, seen: dict[str, Seen]) -> None:
+    ours, direct, rust = seen[HEADRACE], seen[DIRECT], seen.get("vllm-router")
+    if "nginx" in seen:
+        part.add(
+            "CPU per token, of nginx's",
+            "x",
+            _ratios(ours.cpu_us, seen["nginx"].cpu_us),
+            Bar("<=", 1.0),
+        )
+    added_ttft = _less(ours.ttfts_ms, direct.ttfts_ms)
+    if rust is not None:
+        part.add(
+            "CPU per token, of vllm-router's",
+            "x",
+            _ratios(ours.cpu_us, rust.cpu_us),
+            Bar("<=", 0.75),
+        )
+        theirs = _less(rust.delays_ms, direct.delays_ms)
+        added = _ratios(_less(ours.delays_ms, direct.delays_ms), theirs)
+        part.add("added delay p50, of vllm-router's", "x", added, Bar("<=", 1.0))
+        theirs = _less(rust.ttfts_ms, direct.ttfts_ms)
+        part.add(
+            "added TTFT p50, of vllm-router's", "x", _ratios(added_ttft, theirs), Bar("<=", 1.5)
+        )
+    if "litellm" in seen:
+        theirs = _less(seen["litellm"].ttfts_ms, direct.ttfts_ms)
+        part.add("added TTFT p50, of LiteLLM's", "x", _ratios(added_ttft, theirs), Bar("<=", 0.05))
 
 
-def find(name: str) -> str | None:
-    """Return a relay's program, from this environment or the system."""
-    here = Path(sys.executable).parent / name
-    return str(here) if here.is_file() else shutil.which(name, path="/usr/sbin:/usr/bin:/bin")
+def _due(of: Seen) -> list[float]:
+    return [each.tokens / each.wanted for each in of.held]
+
+
+def _less(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [value - under for value, under in zip(values, base, strict=True)]
+
+
+def _ratios(values: Sequence[float], of: Sequence[float]) -> list[float]:
+    return [value / max(other, 0.001) for value, other in zip(values, of, strict=True)]

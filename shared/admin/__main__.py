@@ -14,10 +14,10 @@ from enum import IntEnum
 
 import msgspec
 
-from shared.admin import dead, jobs, keys, text
+from shared.admin import dead, jobs, keys, lora, text
 from shared.admin.access import Access, Refused
 from shared.admin.arguments import parser
-from shared.admin.documents import Drained, Error, Record
+from shared.admin.documents import AdapterChange, Drained, Error, Record
 from shared.admin.drain import drain
 from shared.admin.layout import clean
 from shared.admin.settings import AdminSettings
@@ -61,6 +61,12 @@ async def carry_out(access: Access, args: argparse.Namespace) -> Record:
             return await drain(access, args.worker, args.wait)
         case "keys":
             return await _keys(access, args)
+        case "lora":
+            return await _lora(access, args)
+    return await _dead(access, args)
+
+
+async def _dead(access: Access, args: argparse.Namespace) -> Record:
     match args.dead_command:
         case "list":
             return await dead.listing(access, pool=args.pool, limit=args.limit)
@@ -88,8 +94,19 @@ async def _keys(access: Access, args: argparse.Namespace) -> Record:
     return await keys.disable(access, args.key, disabled=args.keys_command == "disable")
 
 
+async def _lora(access: Access, args: argparse.Namespace) -> Record:
+    match args.lora_command:
+        case "load":
+            return await lora.load(access, args.model, args.name, args.source, args.wait)
+        case "unload":
+            return await lora.unload(access, args.model, args.name, args.wait)
+    return await lora.listing(access, args.model)
+
+
 def exit_code(answer: Record, args: argparse.Namespace) -> Exit:
-    """Return what an answer means: a worker that was waited for must have left."""
+    """Return what an answer means: what was waited for must have come about."""
+    if isinstance(answer, AdapterChange):
+        return Exit.REFUSED if answer.outcome in ("failed", "timed_out") else Exit.OK
     if not isinstance(answer, Drained) or answer.outcome == "left":
         return Exit.OK
     return Exit.OK if answer.outcome == "draining" and args.wait == 0 else Exit.REFUSED

@@ -12,6 +12,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared import protocol
+from shared.adapters import AdapterStore
 from shared.admin.documents import Attempt
 from shared.admin.settings import AdminSettings
 from shared.apikeys import KeyStore
@@ -70,6 +71,7 @@ class Access:
         self.keys = Keys(settings.key_prefix)
         self.transitions = Transitions(self.clients, self.keys, result_ttl_s=settings.result_ttl_s)
         self.registry = Registry(self.clients, self.keys)
+        self.adapters = AdapterStore(self.clients, self.keys)
         self.api_keys = KeyStore(self.clients, self.keys)
         self._peek = Script("peek")
 

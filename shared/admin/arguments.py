@@ -7,7 +7,7 @@ import re
 from functools import partial
 from typing import Any
 
-from shared.apikeys import is_key_id
+from shared.apikeys import LEAST_WEIGHT, MOST_WEIGHT, is_key_id
 from shared.keys import LANES
 
 _MOST = 100_000
@@ -16,6 +16,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _MODEL = re.compile(r"[!-+\--~]{1,256}")
 """A model's name: what can be seen, but no comma."""
 _POLICY = re.compile(r"cancel|continue|grace=[0-9]{1,6}")
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@/-]{0,127}")
+_SOURCE = re.compile(
+    r"/[^\x00-\x1f\x7f]{1,1023}|[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.A
+)
+"""A directory on the workers' machines, or a repository at the hub."""
 _MOST_MODELS = 256
 KEY_LIMITS = {
     "max_tokens": (10_000_000, "longest answer, tokens"),
@@ -45,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     top = _Parser(
         prog="headrace-admin",
-        description="Look into the queue, end jobs, drain workers, make API keys. "
+        description="Look into the queue, end jobs, drain workers, make API keys, load adapters. "
         "Settings: HEADRACE_* variables.",
     )
     top.set_defaults(json=False)
@@ -76,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_dead(commands.add_parser("dead", help="jobs that cost too many workers"))
     _add_keys(commands.add_parser("keys", help="API keys"))
+    _add_lora(commands.add_parser("lora", help="adapters of a model, on all its workers"))
     return top
 
 
@@ -121,6 +127,14 @@ def _add_keys(keys: argparse.ArgumentParser) -> None:
     edit.add_argument("--name", type=_name, help="for people")
     _add_rights(edit)
 
+    create.add_argument(
+        "--weight",
+        type=_weight,
+        default=1.0,
+        metavar="W",
+        help="its tenant's share of a lane, beside other tenants' (default %(default).0f)",
+    )
+
     commands.add_parser("list", help="list them")
     for name, what in (
         ("show", "tell all about one but its secret"),
@@ -160,6 +174,28 @@ def _add_rights(command: argparse.ArgumentParser) -> None:
             type=partial(_bound, most=most),
             metavar="N",
             help=f"{what}, up to {most} (0: no limit of its own)",
+        )
+
+
+def _add_lora(lora: argparse.ArgumentParser) -> None:
+    commands = lora.add_subparsers(dest="lora_command", required=True, metavar="COMMAND")
+    load = commands.add_parser("load", help="have all workers load one, also those to come")
+    unload = commands.add_parser("unload", help="have all workers unload one")
+    listing = commands.add_parser("list", help="list them, by worker")
+    for command in (load, unload, listing):
+        command.add_argument("model", metavar="MODEL", help="a model that the workers serve")
+    for command in (load, unload):
+        command.add_argument("name", metavar="NAME", type=_adapter, help="what requests call it")
+    load.add_argument(
+        "source", metavar="SOURCE", type=_source, help="an absolute path, or OWNER/NAME at the hub"
+    )
+    for command in (load, unload):
+        command.add_argument(
+            "--wait",
+            type=_seconds,
+            default=120.0,
+            metavar="S",
+            help="longest wait for the workers (default %(default).0f)",
         )
 
 
@@ -212,9 +248,28 @@ def _bound(text: str, *, most: int) -> int:
     return number
 
 
+def _weight(text: str) -> float:
+    value = float(text)
+    if not LEAST_WEIGHT <= value <= MOST_WEIGHT:
+        raise argparse.ArgumentTypeError(f"must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    return value
+
+
 def _name(text: str) -> str:
     if not _NAME.fullmatch(text):
         raise argparse.ArgumentTypeError("must be 1 to 64 letters, digits or `_.@-`")
+    return text
+
+
+def _adapter(text: str) -> str:
+    if not _ADAPTER.fullmatch(text):
+        raise argparse.ArgumentTypeError("must be 1 to 128 letters, digits or `_.:@/-`")
+    return text
+
+
+def _source(text: str) -> str:
+    if not _SOURCE.fullmatch(text):
+        raise argparse.ArgumentTypeError("must be an absolute path or OWNER/NAME")
     return text
 
 

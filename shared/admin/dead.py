@@ -19,8 +19,8 @@ from shared.admin.access import (
 )
 from shared.admin.documents import DeadJob, DeadJobs, Purged, Requeued
 from shared.keys import is_job_id, new_job_id, tag_of
+from shared.lanes import LANE_TTL_MS
 from shared.scripts import Script
-from shared.transitions import LANE_TTL_MS
 
 _peek = Script("peek_dead")
 _requeue = Script("requeue")
@@ -138,6 +138,7 @@ async def requeue(access: Access, job_id: str, timeout_s: float) -> Requeued:
         job.model,
         int(job.stream),
         job.tenant,
+        job.weight,
     ]
     reply = await access.at(job_tag, lambda redis: _requeue(redis, names, args))
     if reply[0] == b"unreadable":

@@ -88,6 +88,44 @@ class Status(Record, frozen=True, kw_only=True):
     warnings: list[str]
 
 
+class AdapterWorker(Record, frozen=True, kw_only=True):
+    """What a ready worker says of an adapter."""
+
+    worker: str
+    state: str
+    """`loaded`, `unloaded`, `failed`, or `waiting`: nothing yet."""
+    reason: str
+    """Why it failed."""
+
+
+class Adapter(Record, frozen=True, kw_only=True):
+    """An adapter that is wanted on all workers of a pool."""
+
+    name: str
+    source: str
+    asked: float
+    workers: list[AdapterWorker]
+
+
+class Adapters(Record, frozen=True, kw_only=True):
+    """Answer of `lora list`."""
+
+    pool: str
+    adapters: list[Adapter]
+
+
+class AdapterChange(Record, frozen=True, kw_only=True):
+    """Answer of `lora load` and `lora unload`."""
+
+    pool: str
+    name: str
+    source: str | None
+    outcome: str
+    """`loaded`, `unloaded`, `failed`, `timed_out`, or `no_worker`: none is ready."""
+    workers: list[AdapterWorker]
+    waited_s: float
+
+
 class JobRow(Record, frozen=True, kw_only=True):
     """A job in its lane."""
 
@@ -257,6 +295,7 @@ class Key(Record, frozen=True, kw_only=True):
     max_body_bytes: int | None
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    weight: float
     created: float
     old_secret_until: float | None
     """Until when the secret before the last rotation is valid, too."""

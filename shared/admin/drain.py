@@ -27,7 +27,7 @@ async def drain(access: Access, worker_id: str, wait_s: float) -> Drained:
     if first is None:
         raise Refused(f"no worker `{worker_id}`", "worker_not_found")
     begun = time.monotonic()
-    asked_at, heard = begun, await _ask(access, first)
+    asked_at, heard = begun, await nudge(access, first)
     while (record := await _find(access, worker_id)) is not None:
         now = time.monotonic()
         if record.started_ms != first.started_ms:
@@ -38,7 +38,7 @@ async def drain(access: Access, worker_id: str, wait_s: float) -> Drained:
                 worker=worker_id, outcome=outcome, running=record.running, waited_s=now - begun
             )
         if now - asked_at >= _REPEAT_S and record.state != "draining":
-            asked_at, heard = now, await _ask(access, record) or heard
+            asked_at, heard = now, await nudge(access, record) or heard
         await asyncio.sleep(min(_LOOK_S, wait_s))
     waited_s = time.monotonic() - begun
     return Drained(worker=worker_id, outcome="left", running=0, waited_s=waited_s)
@@ -49,17 +49,18 @@ async def _find(access: Access, worker_id: str) -> WorkerRecord | None:
     return next((one for one in workers if one.id == worker_id), None)
 
 
-async def _ask(access: Access, record: WorkerRecord) -> bool:
-    """Send `drain` on the worker's channel of each tag; whether anybody listened."""
+async def nudge(access: Access, record: WorkerRecord, word: str = "drain") -> bool:
+    """Send a word on the worker's channel of each tag; whether anybody listened."""
     heard = 0
     command = "SPUBLISH" if access.clients.sharded else "PUBLISH"
     for one in tags(record.pool, record.shards):
-        publish = partial(_publish, command=command, channel=access.keys.control(one, record.id))
+        channel = access.keys.control(one, record.id)
+        publish = partial(_publish, command=command, channel=channel, word=word)
         with suppress(QueueUnavailable):  # The worker listens on all, and one is enough.
             heard += await access.at(one, publish)
     return heard > 0
 
 
-async def _publish(redis: Redis, command: str, channel: str) -> int:
-    heard: Any = await redis.execute_command(command, channel, "drain")  # type: ignore[no-untyped-call]
+async def _publish(redis: Redis, command: str, channel: str, word: str) -> int:
+    heard: Any = await redis.execute_command(command, channel, word)  # type: ignore[no-untyped-call]
     return int(heard)

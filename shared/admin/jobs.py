@@ -10,12 +10,13 @@ from redis.asyncio import Redis
 
 from shared import protocol
 from shared.admin import dead
-from shared.admin.access import Access, Peeked, Pool, Refused, attempts
+from shared.admin.access import Access, Peeked, Refused, attempts
 from shared.admin.documents import Cancelled, Error, Job, JobRow, Jobs, Times
-from shared.admin.lanes import PAGE, Place, Stream, claimed, position, streams, waiting
+from shared.admin.lanes import PAGE, Place, Stream, claimed, streams, waiting
 from shared.cancelling import cancel_and_wait
 from shared.errors import UnknownJob
 from shared.keys import LANES, is_job_id, tag_of
+from shared.status import read_status
 
 
 def unknown(job_id: str) -> Refused:
@@ -95,6 +96,7 @@ async def show(access: Access, job_id: str) -> Job:
     fields, job = peeked.fields, peeked.job
     frames, error, ttl_ms = await _log(access, job_id, ended=fields["state"] == "done")
     pool = await access.pool_of(tag_of(job_id))
+    status = await read_status(access.clients, access.keys, job_id)
     return Job(
         id=job_id,
         state=fields["state"],
@@ -102,7 +104,7 @@ async def show(access: Access, job_id: str) -> Job:
         error=error,
         pool=pool,
         lane=fields["lane"],
-        position=await _position(access, job_id, fields, pool),
+        position=status.position if status else None,
         worker=fields.get("worker"),
         cancel=fields.get("cancel") if fields["state"] != "done" else None,
         attempts=peeked.number("attempts"),
@@ -137,19 +139,9 @@ async def _log(access: Access, job_id: str, *, ended: bool) -> tuple[int, Error 
     frames, ttl_ms, last = await access.at(tag_of(job_id), read)
     if not last:
         return frames, None, ttl_ms
-    end = protocol.decode_frame(protocol.open_entry(last[0][0], last[0][1][b"f"]).body).end
+    end = protocol.decode_frame(protocol.open_message(last[0][1][b"f"]).body).end
     error = Error(code=end.code, message=end.message) if end and end.code else None
     return frames, error, ttl_ms
-
-
-async def _position(
-    access: Access, job_id: str, fields: dict[str, str], pool: str | None
-) -> int | None:
-    if fields["state"] != "queued":
-        return None
-    shard = Pool(pool or "", (tag_of(job_id),))
-    returned, lane = await streams(access, [shard], [fields["lane"]])
-    return await position(access, returned if fields["returned"] == "1" else lane, fields["entry"])
 
 
 def _times(peeked: Peeked, now: float, ttl_ms: int) -> Times:

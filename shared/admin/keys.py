@@ -34,6 +34,7 @@ async def create(access: Access, args: argparse.Namespace) -> Key:
         highest_lane=highest,
         on_disconnect=args.on_disconnect or "",
         **{name: getattr(args, name) for name in KEY_LIMITS},
+        weight=args.weight,
         created_ms=int(await access.now() * 1000),
     )
     _check_lanes(record)
@@ -151,6 +152,7 @@ def _key(record: KeyRecord, now: float, secret: str | None = None) -> Key:
         max_body_bytes=record.max_body_bytes or None,
         requests_per_minute=record.requests_per_minute or None,
         tokens_per_minute=record.tokens_per_minute or None,
+        weight=record.weight,
         created=record.created_ms / 1000,
         old_secret_until=max(ends, default=None),
     )

@@ -1,8 +1,8 @@
 """Reads lanes: what waits, what is claimed, and in which order. Page by page, never a whole lane.
 
-A stream holds the claimed entries, which its group has delivered, and behind the group's last
-delivered id those that wait. An entry is acknowledged and deleted in one step: what waits is the
-stream's length less the claimed entries.
+A stream holds the claimed entries, which are pending in its group, and those that wait. An entry is
+acknowledged and deleted in one step: what waits is the stream's length less the claimed entries. It
+is listed in order of age; tenants take turns, so it is not claimed quite so.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from shared.errors import QueueUnavailable
 from shared.keys import GROUP, LANES
 
 PAGE = 100
-COUNTED = 10_000
-"""Highest position that is counted out."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,6 @@ class Stream:
     returned: bool
     length: int
     claimed: int
-    delivered: str
-    """The last entry that a worker was given."""
     before: int = 0
     """Entries that wait in the lane's other stream and are claimed first."""
 
@@ -93,12 +89,10 @@ async def streams(
         if job_tag not in told:
             continue
         length, groups = told[job_tag].pop(0)
-        claimed, delivered = _group(groups)
+        claimed = _claimed(groups)
         before = 0 if returned else found[-1].queued
         key_name = wanted[job_tag].pop(0)
-        found.append(
-            Stream(key_name, job_tag, pool, lane, returned, length, claimed, delivered, before)
-        )
+        found.append(Stream(key_name, job_tag, pool, lane, returned, length, claimed, before))
     return found
 
 
@@ -128,31 +122,39 @@ def _is_missing(error: ResponseError) -> bool:
     return "no such key" in text or "NOGROUP" in text
 
 
-def _group(groups: list[dict[str, Any]]) -> tuple[int, str]:
-    for group in groups:
-        if group["name"] == GROUP.encode():
-            return group["pending"], group["last-delivered-id"].decode()
-    return 0, "0-0"
+def _claimed(groups: list[dict[str, Any]]) -> int:
+    return sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
 
 
-async def _page(access: Access, stream: Stream, start: str, end: str, count: int) -> Any:
-    return await access.at(
-        stream.tag, lambda redis: redis.xrange(stream.key, start, end, count=count)
-    )
+async def _waiting_page(
+    redis: Redis, key: str, start: str
+) -> tuple[list[tuple[bytes, Any]], set[bytes]]:
+    """Return a page of a stream, and which of it are claimed."""
+    page: Any = await redis.xrange(key, start, "+", count=PAGE)
+    pipeline = redis.pipeline(transaction=False)
+    if page:
+        pipeline.xpending_range(key, GROUP, page[0][0], page[-1][0], PAGE)
+    held = (await _replies(pipeline))[0] or [] if page else []
+    return page, {one["message_id"] for one in held}
 
 
 async def waiting(access: Access, stream: Stream, limit: int) -> AsyncGenerator[Place, None]:
-    """Yield the first entries that wait, in order."""
-    position, start = stream.before, f"({stream.delivered}"
-    while limit > 0:
-        count = min(limit, PAGE)
-        page = await _page(access, stream, start, "+", count)
+    """Yield the first entries that wait, the oldest first."""
+    position, start = stream.before, "-"
+    while True:
+        page, held = await access.at(
+            stream.tag, partial(_waiting_page, key=stream.key, start=start)
+        )
         for entry, fields in page:
+            if entry in held:
+                continue
+            if limit == 0:
+                return
+            limit -= 1
             position += 1
             yield Place(stream, entry, fields[b"j"].decode(), position=position)
-        if len(page) < count:
+        if len(page) < PAGE:
             return
-        limit -= count
         start = f"({page[-1][0].decode()}"
 
 
@@ -181,17 +183,3 @@ async def claimed(access: Access, stream: Stream, limit: int) -> AsyncGenerator[
             return
         limit -= count
         start = f"({page[-1]['message_id'].decode()}"
-
-
-async def position(access: Access, stream: Stream, entry: str) -> int | None:
-    """Return the place of an entry in its lane; None if it doesn't wait or waits too far back."""
-    counted, start = 0, f"({stream.delivered}"
-    while counted < COUNTED:
-        page = await _page(access, stream, start, entry, PAGE * 10)
-        counted += len(page)
-        if page and page[-1][0].decode() == entry:
-            return stream.before + counted
-        if len(page) < PAGE * 10:
-            return None
-        start = f"({page[-1][0].decode()}"
-    return None

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.admin.documents import (
+    AdapterChange,
+    Adapters,
+    AdapterWorker,
     Attempt,
     Cancelled,
     DeadJob,
@@ -223,6 +226,7 @@ def key(document: Key) -> str:
         ("max body", None if most is None else size(most)),
         ("requests a minute", document.requests_per_minute),
         ("tokens a minute", document.tokens_per_minute),
+        ("weight", f"{document.weight:g}"),
         ("created", moment(document.created)),
         ("old secret until", moment(document.old_secret_until)),
     ]
@@ -255,6 +259,22 @@ def key_deleted(document: KeyDeleted) -> str:
     return f"{document.id}  deleted\n"
 
 
+def adapters(document: Adapters) -> str:
+    rows = [
+        (one.name, worker.worker, worker.state, one.source, moment(one.asked), worker.reason)
+        for one in document.adapters
+        for worker in one.workers or [AdapterWorker(worker="-", state="no worker", reason="")]
+    ]
+    return table(("name", "worker", "state", "source", "asked", "reason"), rows)
+
+
+def adapter_change(document: AdapterChange) -> str:
+    rows = [(one.worker, one.state, one.reason) for one in document.workers]
+    outcome = document.outcome.replace("_", " ")
+    first = f"{document.name}  {outcome} after {duration(document.waited_s)}\n"
+    return first + (table(("worker", "state", "reason"), rows) if rows else "")
+
+
 _FORMS: dict[type[Record], Callable[[Any], str]] = {
     Status: status,
     Jobs: jobs,
@@ -268,6 +288,8 @@ _FORMS: dict[type[Record], Callable[[Any], str]] = {
     Key: key,
     Keys: keys,
     KeyDeleted: key_deleted,
+    Adapters: adapters,
+    AdapterChange: adapter_change,
 }
 
 

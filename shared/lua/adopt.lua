@@ -9,18 +9,19 @@
 --    | {'expired'} | {'cancelled'} | {'poisoned'} | {'gone'} | {'held'}
 if ARGV[9] ~= '0' and #redis.call('XCLAIM', KEYS[3], 'workers', ARGV[3], ARGV[9], ARGV[1], 'JUSTID') == 0
 then return {'held'} end
-local state, entry, seq, base, deadline, submitted, cancel, strikes, history, readers, unread,
-  patience = unpack(redis.call('HMGET', KEYS[1], 'state', 'entry', 'seq', 'base', 'deadline',
+local state, entry, base, deadline, submitted, cancel, strikes, history, readers, unread,
+  patience = unpack(redis.call('HMGET', KEYS[1], 'state', 'entry', 'base', 'deadline',
   'submitted', 'cancel', 'strikes', 'history', 'readers', 'unread', 'patience'))
 if not state or state == 'done' or entry ~= ARGV[1] then
   redis.call('XACK', KEYS[3], 'workers', ARGV[1])
   redis.call('XDEL', KEYS[3], ARGV[1])
   return {'gone'}
 end
+local seq = redis.call('XLEN', KEYS[2])
 local now = redis.call('TIME')
 local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 if state == 'running' and ARGV[9] ~= '0' then
-  strikes = tonumber(seq) > tonumber(base) and 1 or strikes + 1
+  strikes = seq > tonumber(base) and 1 or strikes + 1
 end
 local abandoned = unread and patience ~= '-1' and now_ms >= unread + patience
 local outcome = cancel or (now_ms >= tonumber(deadline) and 'expired')
@@ -40,5 +41,5 @@ end
 redis.call('HSET', KEYS[1], 'state', 'running', 'owner', ARGV[2], 'worker', ARGV[3], 'base', seq,
   'started', now_ms, 'strikes', strikes, 'history', history .. now_ms .. ' ' .. ARGV[3] .. '\n')
 local attempts = redis.call('HINCRBY', KEYS[1], 'attempts', 1)
-return {'adopted', redis.call('HGET', KEYS[1], 'rec'), attempts, tonumber(seq),
+return {'adopted', redis.call('HGET', KEYS[1], 'rec'), attempts, seq,
   tonumber(deadline) - now_ms, now_ms - submitted, tonumber(strikes), readers or ''}

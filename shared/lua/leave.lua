@@ -5,8 +5,8 @@
 --       have gone, which a subscription to the channel disproves), readers...
 -- -> {'read'} | {'waiting', ms} | {'kept'} | {'queued'} | {'running', worker} | {'finished'}
 --    | {'unknown'}
-local state, readers, unread, patience, owner, worker, seq, returned = unpack(redis.call('HMGET',
-  KEYS[1], 'state', 'readers', 'unread', 'patience', 'owner', 'worker', 'seq', 'returned'))
+local state, readers, unread, patience, owner, worker, returned = unpack(redis.call('HMGET',
+  KEYS[1], 'state', 'readers', 'unread', 'patience', 'owner', 'worker', 'returned'))
 if not state then return {'unknown'} end
 if state == 'done' then return {'finished'} end
 if not readers then return {'kept'} end
@@ -32,6 +32,7 @@ if state == 'running' then
   redis.call('PUBLISH', ARGV[3] .. worker, 'cancel ' .. ARGV[1] .. ' ' .. owner .. ' cancelled')
   return {'running', worker}
 end
+local seq = redis.call('XLEN', KEYS[2])
 end_job(KEYS[1], KEYS[2], KEYS[returned == '1' and 4 or 3], ARGV[2], '-', seq, seq + 1, ARGV[4],
   'cancelled', '', ARGV[5])
 return {'queued'}

@@ -4,7 +4,7 @@
 -- that it isn't thought to be abandoned.
 -- KEYS  new job, lane, dead
 -- ARGV  entry (in dead), new id, lane name, timeout_ms, result_ttl_ms, lane_ttl_ms, model,
---       stream ('1' or '0'), tenant
+--       stream ('1' or '0'), tenant, weight
 -- -> {'queued', entry} | {'gone'} | {'unreadable'}
 local found = redis.call('XRANGE', KEYS[3], ARGV[1], ARGV[1])[1]
 if not found then return {'gone'} end
@@ -12,7 +12,8 @@ local old, record = found[2][2], found[2][4]
 local first, last = string.find(record, old, 1, true)
 if not first or #old ~= #ARGV[2] then return {'unreadable'} end
 record = string.sub(record, 1, first - 1) .. ARGV[2] .. string.sub(record, last + 1)
-local entry = enqueue(KEYS[1], KEYS[2], ARGV[2], record, ARGV[3], ARGV[4], ARGV[5], ARGV[6])
-redis.call('HSET', KEYS[1], 'model', ARGV[7], 'stream', ARGV[8], 'tenant', ARGV[9])
+local entry = enqueue(KEYS[1], KEYS[2], ARGV[2], record, ARGV[3], ARGV[4], ARGV[5], ARGV[6],
+  ARGV[9], ARGV[10])
+redis.call('HSET', KEYS[1], 'model', ARGV[7], 'stream', ARGV[8])
 redis.call('XDEL', KEYS[3], ARGV[1])
 return {'queued', entry}

@@ -508,10 +508,13 @@ async def test_sigterm_lets_running_answers_finish(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_a_worker_there_is_a_503(stage: Stage, client: Client, stream: bool) -> None:
+async def test_without_a_worker_there_is_a_503(stage: Stage, stream: bool) -> None:
     assert not [worker for worker in stage.pool.workers if worker.running]
-    with pytest.raises(openai.InternalServerError) as caught:
-        await client.chat.completions.create(model=MODEL, messages=ask(), stream=stream)
+    gateway = stage.pool.add_gateway(no_worker_wait_s=0)
+    await gateway.wait_ready()
+    async with stage.client(-1) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model=MODEL, messages=ask(), stream=stream)
     assert caught.value.status_code == 503
     assert caught.value.code == "no_worker"
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60

@@ -133,7 +133,7 @@ def _job_state(
     skipped = (b"rec", b"usage")
     job = JobState({k.decode(): v.decode() for k, v in raw.items() if k not in skipped}, usage)
     job.frames = len(entries)
-    for place, (entry, fields) in enumerate(entries, 1):
-        if protocol.decode_frame(protocol.open_entry(entry, fields[b"f"]).body).end is not None:
+    for place, (_, fields) in enumerate(entries, 1):
+        if protocol.decode_frame(protocol.open_message(fields[b"f"]).body).end is not None:
             job.ends.append(place)
     return job

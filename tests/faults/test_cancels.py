@@ -118,7 +118,6 @@ async def test_clients_gone_before_a_worker_comes(stage: Stage) -> None:
     """Half of them left, and the others' time has run out: nothing is decoded for any."""
     row = Row("50 requests given up while no worker runs", [RequestTimeout.code])
     async with stage(row, workers=1) as scene:
-        # Its record outlives it by a lease: until then requests are let in.
         scene.kill(scene.workers[0])
         late = scene.send(25, headers={"x-request-timeout": "2"})
         wires = []

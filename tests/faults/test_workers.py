@@ -85,15 +85,15 @@ async def test_asked_to_leave_with_long_answers(stage: Stage) -> None:
 @pytest.mark.parametrize(("fault", "stall_s"), [("die@60", 2.5), ("hang@60", 9.0)])
 async def test_engine_fails(stage: Stage, fault: str, stall_s: float) -> None:
     """A whole engine is lost to one request, and its worker leaves; others go on with the rest."""
-    row = Row(f"engine fails ({fault}) under 3 workers", [Poisoned.code], stall_s)
-    async with stage(row, worker={"stall_s": 1.5}) as scene:
+    row = Row(f"engine fails ({fault}) under 4 workers", [Poisoned.code], stall_s)
+    async with stage(row, workers=4, worker={"stall_s": 1.5}) as scene:
         innocents = scene.send(30, tokens=300, mix=STREAMED)
-        await scene.flowing()
+        await scene.flowing(4)
         scene.send(1, prompt=f"[[fault:{fault}]]", mix=("chat",))
         await scene.finished(60)
         for worker in scene.workers:
             if not worker.running:
                 await scene.wait_gone(worker, Exit.ENGINE_FAILED)
-        assert len(scene.gone) == 2
+        assert len(scene.gone) == 3
         await scene.prove()
         assert {client.outcome() for client in innocents} == {EXACT}

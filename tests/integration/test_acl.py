@@ -13,7 +13,7 @@ import pytest
 from pydantic import SecretStr
 from redis.exceptions import ResponseError
 
-from shared.admin import dead, jobs
+from shared.admin import dead, jobs, lora
 from shared.admin.access import Access
 from shared.admin.drain import drain
 from shared.admin.settings import AdminSettings
@@ -95,12 +95,21 @@ async def test_the_whole_pool_runs_with_the_documented_rights(kind: str) -> None
                 response, _ = await sse.fetch(f"{gateway.url}/v1/jobs/{long[1].job_id}/cancel", {})
                 assert response.status == 200
                 await check_dead(access, servers)
+                await check_adapters(access)
                 pool.workers[0].kill()
                 await asyncio.wait(runs, timeout=20)
                 outcomes = Counter(client.outcome() for client in long)
                 assert outcomes == {EXACT: 6, "cancelled": 2}
                 assert (await drain(access, "worker-1", 10)).outcome == "left"
         assert denied(servers) == set()
+
+
+async def check_adapters(access: Access) -> None:
+    """Check the commands on adapters, which the workers carry out."""
+    change = await lora.load(access, "simulated", "ours", str(OPERATIONS), 20)
+    assert (change.outcome, len(change.workers)) == ("loaded", 2)
+    change = await lora.unload(access, "simulated", "ours", 20)
+    assert (change.outcome, len(change.workers)) == ("unloaded", 2)
 
 
 async def check_dead(access: Access, servers: list[ValkeyServer]) -> None:

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from shared.admin.__main__ import main
 from shared.connection import connect
 from shared.keys import Keys, new_job_id, tag
-from shared.outcomes import Adopted, Append, Finish, Submitted
+from shared.outcomes import Adopted, Finish, Submitted
 from shared.protocol import (
     End,
     Frame,
@@ -31,6 +31,7 @@ from shared.protocol import (
 from shared.registry import Registry
 from shared.settings import RedisSettings
 from shared.transitions import Transitions
+from tests.support.appends import append_of
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
 
@@ -141,7 +142,7 @@ class Queue:
 
     async def publish(self, adopted: Adopted) -> None:
         body = encode(Frame([ANSWER.encode()]))
-        append = Append(adopted.job.id, adopted.owner, adopted.base, adopted.base + 1, [body])
+        append = append_of(adopted.job.id, adopted.owner, adopted.base, adopted.base + 1, [body])
         await self.transitions.write([append], [])
 
     async def finish(self, adopted: Adopted, seq: int = 1, **end: Any) -> None:
@@ -153,16 +154,15 @@ class Queue:
         await self.transitions.write([], [finish])
 
     async def dead(self, **changes: Any) -> Job:
-        """Return a job that has cost two workers."""
+        """Return a job that has cost three workers."""
         job = await self.submit(**changes)
         lane = job.lane
         (claimed,) = await self.transitions.claim(TAG, {lane: 1}, "w1")
         assert isinstance(await self.transitions.adopt(claimed, "o1", "w1"), Adopted)
-        await asyncio.sleep(0.01)
-        assert isinstance(await self.transitions.adopt(claimed, "o2", "w2", idle_s=0.005), Adopted)
-        await asyncio.sleep(0.01)
-        verdict = await self.transitions.adopt(claimed, "o3", "w3", idle_s=0.005)
-        assert verdict == "poisoned"
+        for worker in ("w2", "w3", "w4"):
+            await asyncio.sleep(0.01)
+            verdict = await self.transitions.adopt(claimed, "o", worker, idle_s=0.005)
+            assert verdict == "poisoned" if worker == "w4" else isinstance(verdict, Adopted)
         return job
 
 
@@ -568,13 +568,13 @@ async def test_the_dead_letter_is_listed(queue: Queue) -> None:
     assert listed["total"] == 12
     assert [row["id"] for row in listed["jobs"]] == [job.id for job in jobs]
     row = listed["jobs"][0]
-    assert [attempt["worker"] for attempt in row["history"]] == ["w1", "w2"]
+    assert [attempt["worker"] for attempt in row["history"]] == ["w1", "w2", "w3"]
     assert (row["model"], row["lane"], row["tenant"]) == (POOL, "batch", "acme")
     assert (row["pool"], row["body_bytes"]) == (POOL, len(BODY))
     assert 0 <= row["age_s"] < 30
     shown = await queue.text(f"dead list --pool {POOL} --limit 11")
     assert shown.endswith("\n11 of 12; more with --limit\n")
-    assert "w1, w2" in shown
+    assert "w1, w2, w3" in shown
     assert await queue.refused("dead list --pool other") == "pool_not_found"
 
 
@@ -582,7 +582,7 @@ async def test_a_dead_job_is_shown(queue: Queue) -> None:
     job = await queue.dead(stream=True)
     shown = await queue.json(f"dead show {job.id}")
     assert (shown["id"], shown["path"], shown["stream"]) == (job.id, job.path, True)
-    assert [attempt["worker"] for attempt in shown["history"]] == ["w1", "w2"]
+    assert [attempt["worker"] for attempt in shown["history"]] == ["w1", "w2", "w3"]
     text = await queue.text(f"dead show {job.id}")
     assert re.search(r"^died +\d{4}-", text, re.MULTILINE)
     assert re.search(r"^stream +yes$", text, re.MULTILINE)

@@ -56,7 +56,8 @@ def test_a_secret_is_shown_once_and_kept_nowhere(call: Call, valkey: ValkeyServe
         call(
             "--json keys create reports --tenant acme --models llama,tiny --highest-lane batch "
             "--on-disconnect grace=5 --max-tokens 100 --max-in-flight 3 --max-body-bytes 4096 "
-            "--requests-per-minute 60 --tokens-per-minute 9000"
+            "--requests-per-minute 60 --tokens-per-minute 9000 "
+            "--weight 2.5"
         )
     )
     secret, key_id = made.pop("secret"), made["id"]
@@ -74,6 +75,7 @@ def test_a_secret_is_shown_once_and_kept_nowhere(call: Call, valkey: ValkeyServe
         "max_body_bytes": 4096,
         "requests_per_minute": 60,
         "tokens_per_minute": 9000,
+        "weight": 2.5,
         "old_secret_until": None,
     }
     assert {name: made[name] for name in told} == told

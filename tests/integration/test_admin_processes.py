@@ -81,7 +81,7 @@ class Queue:
         """Wait until a job has put out a few frames."""
 
         async def begun() -> bool:
-            return int(await self.field(job_id, "seq") or 0) > 3
+            return bool(await self.redis.xlen(Keys().log(job_id)) > 3)
 
         await until(begun, "frames", timeout=10)
 

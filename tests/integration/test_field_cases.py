@@ -233,8 +233,9 @@ async def job_told(pool: Pool, job_id: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_case_3_a_failure_before_the_first_token_has_its_status(stream: bool) -> None:
     with ValkeyServer() as server:
+        limits = {"max_queue_depth": 1, "no_worker_wait_s": 0}
         paces = {"max_model_len": 100, "seats": 1, "ttft_ms": 0, "tpot_ms": 20}
-        async with Pool(server.url, gateway={"max_queue_depth": 1}, simulated=paces) as pool:
+        async with Pool(server.url, gateway=limits, simulated=paces) as pool:
 
             async def refused(body: dict[str, Any]) -> tuple[int, str | None]:
                 response, raw = await fetch(pool.url + CHAT, {**body, "stream": stream})

@@ -86,7 +86,7 @@ async def test_openai_raises_when_a_stream_fails(pair: Pair, client: openai.Asyn
 
 
 async def test_openai_raises_its_own_types(pair: Pair, client: openai.AsyncOpenAI) -> None:
-    _, worker = pair
+    gateway, worker = pair
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model="nope", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError):
@@ -98,10 +98,10 @@ async def test_openai_raises_its_own_types(pair: Pair, client: openai.AsyncOpenA
     await (await working).end("failed", code="engine_error")
     with pytest.raises(openai.InternalServerError):
         await answering
-    await worker.announce("draining")
-    await asyncio.sleep(0.2)
+    gateway.gateway.submitter.open_streams += 1_000_000
     with pytest.raises(openai.InternalServerError) as caught:
         await client.chat.completions.create(model="tiny", messages=MESSAGES)
+    gateway.gateway.submitter.open_streams -= 1_000_000
     assert caught.value.status_code == 503
 
 

@@ -49,6 +49,22 @@ def check_error(response: sse.Response, raw: bytes, status: int, code: str) -> d
     return error
 
 
+async def test_costly_requests_are_refused_before_a_worker_is_asked(pair: Pair) -> None:
+    gateway, worker = pair
+    for endpoint in ENDPOINTS:
+        if endpoint.takes_form:
+            continue
+        fields = {**WHOLE, "stream": True, "n": 10**6}
+        response, raw = await sse.fetch(gateway.url + endpoint.path, fields)
+        if endpoint.path.startswith("/v1/messages"):
+            assert response.status == 400
+            assert json.loads(raw)["error"]["type"] == "invalid_request_error"
+        else:
+            error = check_error(response, raw, 400, "above_limit")
+            assert (error["type"], error["param"]) == ("invalid_request_error", "n")
+    assert await worker.job_ids() == []
+
+
 async def test_bad_bodies(pair: Pair) -> None:
     gateway, worker = pair
     for name, content in BAD.items():
@@ -218,16 +234,6 @@ async def test_a_gateway_that_has_just_begun_knows_its_models_at_once(
         assert b'"tiny"' in (await listing)[1]
 
 
-async def test_model_without_a_ready_worker(pair: Pair) -> None:
-    gateway, worker = pair
-    await worker.announce("draining")
-    await until(lambda: gateway.gateway.models.ready_workers == 0, "it is noticed")
-    response, raw = await sse.fetch(gateway.chat, WHOLE)
-    check_error(response, raw, 503, "no_worker")
-    response, raw = await sse.fetch(f"{gateway.url}/readyz")
-    assert response.status == 503
-
-
 async def test_too_many_streams(valkey: ValkeyServer) -> None:
     async with pool(valkey.url, max_streams=2) as (gateway, worker):
         tasks = [asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE)) for _ in range(2)]
@@ -349,8 +355,12 @@ async def test_uploads_are_streamed_refused_and_sent_to_their_model(pair: Pair) 
     check_error(response, raw, 400, "invalid_request")
 
 
-async def test_what_needs_no_job_is_answered_without_one(pair: Pair) -> None:
-    gateway, worker = pair
+async def test_what_needs_no_job_is_answered_without_one(valkey: ValkeyServer) -> None:
+    async with pool(valkey.url, no_worker_wait_s=0) as (gateway, worker):
+        await _without_a_job(gateway, worker)
+
+
+async def _without_a_job(gateway: RunningGateway, worker: FakeWorker) -> None:
     response, raw = await sse.fetch(f"{gateway.url}/version")
     assert (response.status, json.loads(raw)) == (200, {"version": "0.32.0"})
     response, raw = await sse.fetch(f"{gateway.url}/health")

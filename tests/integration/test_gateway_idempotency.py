@@ -18,6 +18,7 @@ from tests.support.fake_worker import DONE
 from tests.support.proxy import TcpProxy
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
+from tests.unit.test_gateway_form import upload
 
 
 @pytest.fixture
@@ -80,6 +81,23 @@ async def test_key_with_another_body_is_refused(bench: Bench) -> None:
     await job.stream(b"x")
     await asked
     assert len(await bench.worker.job_ids()) == 1
+
+
+async def test_an_upload_is_sent_again_with_another_boundary(bench: Bench) -> None:
+    url = f"{bench.gateways[0].url}/v1/audio/transcriptions"
+
+    def sending(fields: dict[str, str]) -> asyncio.Task[Any]:
+        sent, kind = upload(fields)  # With a boundary of its own.
+        headers = {"Idempotency-Key": "upload", "content-type": kind}
+        return asyncio.create_task(sse.fetch(url, sent, headers=headers))
+
+    first = sending({"model": "tiny"})
+    job = await bench.worker.take()
+    await job.whole(b"{}")
+    answers = [await first, await sending({"model": "tiny"})]
+    assert {response.headers["x-job-id"] for response, _ in answers} == {job.job.id}
+    response, body = await sending({"model": "tiny", "language": "en"})
+    assert (response.status, code_of(body)) == (409, "idempotency_conflict")
 
 
 async def test_keys_are_apart_and_their_text_is_not_stored(bench: Bench) -> None:

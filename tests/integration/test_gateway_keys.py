@@ -24,6 +24,7 @@ from tests.support.gateway import RunningGateway, pool
 from tests.support.processes import Pool
 from tests.support.proxy import TcpProxy
 from tests.support.valkey import ValkeyServer
+from tests.support.waiting import until
 
 WHOLE = {"model": "tiny", "messages": []}
 
@@ -90,6 +91,50 @@ async def test_a_key_opens(pair: Pair, header: str) -> None:
     assert (job.job.tenant, job.job.lane, job.job.patience_s) == ("acme", "batch", 7)
     await job.whole(b"{}")
     assert (await asked)[0].status == 200
+
+
+async def test_a_keys_weight_goes_with_its_jobs(pair: Pair) -> None:
+    gateway, worker = pair
+    key = await key_for(worker, weight=2.5)
+    asked = asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE, headers=key.headers))
+    job = await worker.take()
+    assert job.job.weight == 2.5
+    await job.whole(b"{}")
+    assert (await asked)[0].status == 200
+
+
+async def test_a_tenant_with_too_much_waiting_is_refused_and_others_are_not(
+    valkey: ValkeyServer,
+) -> None:
+    async with pool(valkey.url, auth="keys", tenant_queue_limit=2) as (gateway, worker):
+        keys = [await key_for(worker, tenant, max_in_flight=9) for tenant in ("a", "a", "b")]
+        asked = []
+        for key in keys[:2]:
+            asked.append(asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE, headers=key.headers)))
+        await until(lambda: gateway.gateway.submitter.open_streams == 2, "two are open")
+
+        async def two_wait() -> bool:
+            return len(await worker.job_ids()) == 2
+
+        await until(two_wait, "two wait")
+        response, text = await sse.fetch(gateway.chat, WHOLE, headers=keys[0].headers)
+        error = json.loads(text)["error"]
+        assert (response.status, error["code"]) == (429, "rate_limit_exceeded")
+        assert error["type"] == "rate_limit_error"
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        assert gateway.gateway.submitter.open_streams == 2
+        once = {**keys[0].headers, "Idempotency-Key": "once"}
+        assert await refused(gateway.chat, WHOLE, headers=once) == (429, "rate_limit_exceeded")
+        asked.append(asyncio.ensure_future(sse.fetch(gateway.chat, WHOLE, headers=keys[2].headers)))
+        for _ in range(3):
+            await (await worker.take()).whole(b"{}")
+        assert [response.status for response, _ in await asyncio.gather(*asked)] == [200] * 3
+        counted = [worker.keys.in_flight(key.id) for key in keys]
+
+        async def none_counted() -> bool:
+            return not await worker.redis.exists(*counted)
+
+        await until(none_counted, "what was refused isn't counted")
 
 
 async def test_what_a_key_may_not_is_refused(pair: Pair) -> None:

@@ -216,6 +216,11 @@ async def test_a_job_that_another_worker_ends_is_charged_once(scene: Scene) -> N
     await scene.charged(key, 300)
 
 
+class Idle(InFlightCounts):
+    async def settle_ended(self, key_id: str, *, unknown_s: float) -> int:
+        return 0
+
+
 async def test_what_a_dead_gateway_left_is_charged_by_another(scene: Scene) -> None:
     key = await scene.key(tokens_per_minute=1000)
     counts = InFlightCounts(clients_of(scene.redis), scene.keys)
@@ -224,10 +229,12 @@ async def test_what_a_dead_gateway_left_is_charged_by_another(scene: Scene) -> N
     now_ms = int((await scene.redis.time())[0]) * 1000
     unsettled = scene.keys.unsettled(key.id)
     never_came = new_job_id(scene.worker.tag)
-    await scene.redis.hset(unsettled, never_came, str(now_ms - 60_000))
     # As if its gateway had died: it settles nothing, and the other one has not met the key.
-    scene.gateways[0].gateway.in_flight._owing.clear()
-    scene.gateways[0].gateway.in_flight.release = lambda *_: None  # type: ignore[method-assign]
+    dead = scene.gateways[0].gateway.in_flight
+    dead.release = lambda *_: None  # type: ignore[method-assign]
+    dead._counts = Idle(clients_of(scene.redis), scene.keys)
+    await asyncio.sleep(0.1)  # What it had begun is over.
+    await scene.redis.hset(unsettled, never_came, str(now_ms - 60_000))
     await job.whole(b"{}", usage=USAGE)
     await asked
     assert await scene.redis.hexists(unsettled, job.job.id)

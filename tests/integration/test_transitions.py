@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from shared.connection import connect
 from shared.keys import GROUP, LANES, Keys, new_job_id
-from shared.outcomes import Adopted, Append, Claimed, Finish, Submitted, Verdict
+from shared.outcomes import Adopted, Claimed, Finish, Submitted, Verdict
 from shared.protocol import (
     NOBODY,
     End,
@@ -26,6 +26,7 @@ from shared.protocol import (
 )
 from shared.settings import RedisSettings
 from shared.transitions import Transitions
+from tests.support.appends import append_of
 from tests.support.valkey import ValkeyServer
 from tests.wire.records import TAG, make_job
 
@@ -60,7 +61,7 @@ class Pool:
         return adopted
 
     async def publish(self, adopted: Adopted, first: int, *bodies: bytes) -> Verdict:
-        append = Append(adopted.job.id, adopted.owner, adopted.base, first, bodies)
+        append = append_of(adopted.job.id, adopted.owner, adopted.base, first, bodies)
         (verdict,), _ = await self.transitions.write([append], [])
         return verdict
 
@@ -255,22 +256,201 @@ async def test_creating_lanes_again_changes_nothing(pool: Pool) -> None:
     assert await pool.publish(adopted, 1, BODY) == Verdict("ok", 1)
 
 
-async def test_waiting_for_a_claim(pool: Pool) -> None:
-    job = await pool.submit(lane="batch")
-    wait = pool.transitions.wait_claim
-    assert await wait(pool.redis, TAG, ["interactive"], "w1", 0.01) == []
-    (claimed,) = await wait(pool.redis, TAG, ["interactive", "batch"], "w1", 0.01)
-    assert (claimed.job_id, claimed.lane, claimed.returned) == (job.id, "batch", False)
-    assert await wait(pool.redis, TAG, ["interactive", "batch"], "w1", 0.01) == []
+async def test_waiting_for_something_to_claim(pool: Pool) -> None:
+    wait_claim, chats = pool.transitions.wait_claim, {"interactive": 1, "batch": 0}
+    assert await wait_claim(pool.redis, TAG, BOTH, "w1", 0.01) == []
+    await pool.submit(lane="batch")
+    assert await wait_claim(pool.redis, TAG, chats, "w1", 0.01) == []
+    async with asyncio.timeout(5):
+        assert len(await wait_claim(pool.redis, TAG, BOTH, "w1", 60)) == 1
+    await pool.submit(lane="batch")
+    assert len(await pool.claim()) == 1
 
 
-async def test_waiting_for_a_claim_of_what_was_handed_back(pool: Pool) -> None:
+async def test_waiting_for_what_was_handed_back(pool: Pool) -> None:
     adopted = await pool.adopt()
     await pool.transitions.hand_back(adopted)
-    wait = pool.transitions.wait_claim
-    assert await wait(pool.redis, TAG, LANES, "w1", 0.01, returned=False) == []
-    (claimed,) = await wait(pool.redis, TAG, LANES, "w1", 0.01)
+    wait_claim = pool.transitions.wait_claim
+    assert await pool.transitions.claim(TAG, BOTH, "w1", returned=False) == []
+    assert await wait_claim(pool.redis, TAG, BOTH, "w1", 0.01, returned=False) == []
+    (claimed,) = await wait_claim(pool.redis, TAG, BOTH, "w1", 5)
     assert (claimed.job_id, claimed.returned) == (adopted.job.id, True)
+
+
+async def test_who_leaves_something_wakes_the_next(pool: Pool) -> None:
+    for _ in range(3):
+        await pool.submit()
+    wait_claim, one = pool.transitions.wait_claim, {"interactive": 1}
+    for _ in range(3):
+        async with asyncio.timeout(5):
+            assert len(await wait_claim(pool.redis, TAG, one, "w1", 60)) == 1
+    # One may be woken for nothing: that it was the last is seen by who looks for more.
+    assert await wait_claim(pool.redis, TAG, one, "w1", 0.01) == []
+    bell = pool.keys.bell(TAG, "interactive", returned=False)
+    assert not await pool.redis.exists(bell)
+
+
+# Fairness between the tenants of a lane
+
+
+async def _order(pool: Pool, count: int) -> list[str]:
+    """Claim one by one and return whose jobs they are."""
+    tenants = []
+    for _ in range(count):
+        (claimed,) = await pool.claim(interactive=1)
+        tenant: Any = await pool.redis.hget(pool.keys.job(claimed.job_id), "tenant")
+        tenants.append(tenant.decode())
+    return tenants
+
+
+async def _tenants_keys(pool: Pool) -> list[bytes]:
+    found: Any = await pool.redis.keys("*:tenant*")
+    return [*found, *await pool.redis.keys("*:waiting")]
+
+
+async def test_tenants_take_turns_and_each_keeps_its_own_order(pool: Pool) -> None:
+    large = [await pool.submit(tenant="large") for _ in range(6)]
+    assert await _order(pool, 2) == ["large", "large"]
+    small = [await pool.submit(tenant="small") for _ in range(3)]
+    claimed = await pool.claim(interactive=7)
+    ids = [one.job_id for one in claimed]
+    assert [one for one in ids if one in {job.id for job in large}] == [j.id for j in large[2:]]
+    assert [one for one in ids if one in {job.id for job in small}] == [job.id for job in small]
+    assert small[0].id in ids[:2]
+    assert small[2].id in ids[:6]
+    assert await pool.claim() == []
+    assert await _tenants_keys(pool) == []
+
+
+async def test_weights_divide_the_turns(pool: Pool) -> None:
+    for _ in range(40):
+        await pool.submit(tenant="one")
+        await pool.submit(tenant="three", weight=3.0)
+    for _ in range(5):
+        order = await _order(pool, 8)
+        assert (order.count("one"), order.count("three")) == (2, 6)
+
+
+async def test_a_tenant_gains_nothing_by_having_no_second_job_in_the_lane(pool: Pool) -> None:
+    for _ in range(6):
+        await pool.submit(tenant="many")
+    order: list[str] = []
+    for _ in range(10):
+        if not order or order[-1] == "single":
+            await pool.submit(tenant="single")
+        order += await _order(pool, 1)
+    assert 4 <= order.count("single") <= 6
+
+
+async def test_a_tenant_gains_nothing_by_having_been_away(pool: Pool) -> None:
+    for _ in range(30):
+        await pool.submit(tenant="there")
+    await _order(pool, 10)
+    for _ in range(10):
+        await pool.submit(tenant="back")
+    order = await _order(pool, 10)
+    assert order.count("back") == 5
+
+
+async def test_cancelled_jobs_take_no_turn(pool: Pool) -> None:
+    jobs = [await pool.submit(tenant="a") for _ in range(4)]
+    other = await pool.submit(tenant="b")
+    for job in jobs[:3]:
+        await pool.transitions.cancel(job.id, job.lane)
+    assert await pool.redis.zcard(pool.keys.tenant(TAG, "interactive", "a")) == 1
+    assert {one.job_id for one in await pool.claim()} == {jobs[3].id, other.id}
+    assert await pool.claim() == []
+    assert await _tenants_keys(pool) == []
+
+
+async def test_entries_that_are_gone_are_passed_over(pool: Pool) -> None:
+    await pool.submit(tenant="a")
+    lane = pool.keys.lane(TAG, "interactive")
+    found: Any = await pool.redis.xrange(lane)
+    ((entry, _),) = found
+    await pool.redis.xdel(lane, entry)
+    job = await pool.submit(tenant="a")
+    assert [one.job_id for one in await pool.claim()] == [job.id]
+    assert await pool.claimed() == 1
+
+
+async def test_entries_that_no_tenant_has_are_found(pool: Pool) -> None:
+    """Those of another version's gateway, and all of a group that was lost."""
+    jobs = [await pool.submit(tenant="a") for _ in range(120)]
+    await pool.claim(interactive=3)
+    await pool.redis.delete(*await _tenants_keys(pool))
+    found = await pool.claim("w2", interactive=200)
+    while len(found) < 117:
+        more = await pool.transitions.wait_claim(pool.redis, TAG, {"interactive": 200}, "w2", 0.01)
+        assert more
+        found += more
+    assert [one.job_id for one in found] == [job.id for job in jobs[3:]]
+    assert await pool.claim() == []
+    assert len(await pool.transitions.pending(TAG, worker="w1")) == 3
+
+
+async def test_batch_that_waits_too_long_has_its_turn(pool: Pool) -> None:
+    batch = [await pool.submit(lane="batch", tenant=t) for t in "aab"]
+    chats = [await pool.submit() for _ in range(6)]
+    claim = pool.transitions.claim
+    one = {"interactive": 1, "batch": 1}
+    (claimed,) = await claim(TAG, one, "w1", batch_turn=1, batch_max_wait_s=60)
+    assert claimed.job_id == chats[0].id
+    await asyncio.sleep(0.03)
+    (claimed,) = await claim(TAG, one, "w1", batch_turn=0, batch_max_wait_s=0.02)
+    assert claimed.job_id == chats[1].id
+    (claimed,) = await claim(TAG, one, "w1", batch_turn=1, batch_max_wait_s=0.02)
+    assert claimed.job_id == batch[0].id
+    claimed_both = await claim(TAG, BOTH, "w1", batch_turn=2, batch_max_wait_s=0.02)
+    assert [c.lane for c in claimed_both] == ["batch"] * 2 + ["interactive"] * 2
+    limits = {"interactive": 1}
+    (claimed,) = await claim(TAG, limits, "w1", batch_turn=1, batch_max_wait_s=0.02)
+    assert claimed.job_id == chats[4].id
+
+
+async def test_the_oldest_batch_has_its_turn_whoever_else_is_there(pool: Pool) -> None:
+    """Also a tenant's that has had much, among many that are new, or that have cancelled all."""
+    claim = pool.transitions.claim
+    for _ in range(20):
+        await pool.submit(lane="batch", tenant="old", weight=0.1)
+    await claim(TAG, {"batch": 10}, "w1")
+    gone = [await pool.submit(lane="batch", tenant=f"gone{n}") for n in range(12)]
+    for job in gone:
+        await pool.transitions.cancel(job.id, job.lane)
+    await asyncio.sleep(0.03)
+    for n in range(12):
+        await pool.submit(lane="batch", tenant=f"new{n}")
+    for _ in range(10):
+        (one,) = await claim(TAG, {"batch": 0}, "w1", batch_turn=1, batch_max_wait_s=0.025)
+        assert await pool.redis.hget(pool.keys.job(one.job_id), "tenant") == b"old"
+    waiting = pool.keys.waiting(TAG, "batch")
+    assert await pool.redis.zcard(waiting) == 12
+    assert await claim(TAG, {"batch": 0}, "w1", batch_turn=1, batch_max_wait_s=60) == []
+
+
+async def test_batch_that_was_handed_back_has_its_turn_too(pool: Pool) -> None:
+    adopted = await pool.adopt(lane="batch")
+    await pool.transitions.hand_back(adopted)
+    await pool.submit()
+    await asyncio.sleep(0.03)
+    one = {"interactive": 1, "batch": 1}
+    (claimed,) = await pool.transitions.claim(TAG, one, "w1", batch_turn=1, batch_max_wait_s=0.02)
+    assert claimed.job_id == adopted.job.id
+
+
+async def test_submit_is_refused_at_the_tenants_limit(pool: Pool) -> None:
+    for _ in range(2):
+        await pool.submit(tenant="a")
+    await asyncio.sleep(0.02)
+    submit = pool.transitions.submit
+    refused = await submit(make_job(tenant="a"), limit=9, timeout_s=60, tenant_limit=2)
+    assert (refused.verdict, refused.entries) == ("tenant_full", 2)
+    assert 0.02 <= refused.oldest_s < 30
+    other = await submit(make_job(tenant="b"), limit=9, timeout_s=60, tenant_limit=2)
+    assert other.verdict == "queued"
+    await pool.claim(interactive=2)
+    again = await submit(make_job(tenant="a"), limit=9, timeout_s=60, tenant_limit=2)
+    assert again.verdict == "queued"
 
 
 # adopt
@@ -396,7 +576,11 @@ async def test_a_job_that_costs_workers_without_progress_is_poisoned(pool: Pool)
     second = await pool.transitions.adopt(lost.claimed, "o2", "w2", idle_s=60)
     assert isinstance(second, Adopted)
     await _late(pool, second)
-    assert await pool.transitions.adopt(lost.claimed, "o3", "w3", idle_s=60) == "poisoned"
+    third = await pool.transitions.adopt(lost.claimed, "o3", "w3", idle_s=60)
+    assert isinstance(third, Adopted)
+    assert third.strikes == 2
+    await _late(pool, third)
+    assert await pool.transitions.adopt(lost.claimed, "o4", "w4", idle_s=60) == "poisoned"
     end = decode_frame((await pool.log(lost.job))[-1]).end
     assert end is not None
     assert (end.outcome, end.code) == ("failed", "poisoned")
@@ -404,7 +588,7 @@ async def test_a_job_that_costs_workers_without_progress_is_poisoned(pool: Pool)
     rows: Any = await pool.redis.xrange(pool.keys.dead(TAG))
     ((_, dead),) = rows
     assert dead[b"j"].decode() == lost.job.id
-    assert [line.split()[1] for line in dead[b"history"].splitlines()] == [b"w1", b"w2"]
+    assert [line.split()[1] for line in dead[b"history"].splitlines()] == [b"w1", b"w2", b"w3"]
     assert dead[b"rec"] == encode(lost.job)
 
 
@@ -466,11 +650,11 @@ async def test_one_publish_serves_many_jobs_each_with_its_verdict(pool: Pool) ->
     fine, fenced, gap, cancelled = [await pool.adopt(owner=f"o{n}") for n in range(4)]
     await pool.transitions.cancel(cancelled.job.id, "interactive", "expired")
     appends = [
-        Append(fine.job.id, "o0", 0, 1, [b"a", b"b"]),
-        Append(fenced.job.id, "zombie", 0, 1, [b"x", b"y", b"z"]),
-        Append(gap.job.id, "o2", 0, 5, [b"x"]),
-        Append("0" * 32, "o9", 0, 1, [b"x"]),
-        Append(cancelled.job.id, "o3", 0, 1, [b"c"]),
+        append_of(fine.job.id, "o0", 0, 1, [b"a", b"b"]),
+        append_of(fenced.job.id, "zombie", 0, 1, [b"x", b"y", b"z"]),
+        append_of(gap.job.id, "o2", 0, 5, [b"x"]),
+        append_of("0" * 32, "o9", 0, 1, [b"x"]),
+        append_of(cancelled.job.id, "o3", 0, 1, [b"c"]),
     ]
     verdicts, _ = await pool.transitions.write(appends, [])
     assert [(v.word, v.seq) for v in verdicts] == [
@@ -546,7 +730,7 @@ async def test_a_finish_of_a_job_that_is_lost_is_fenced(pool: Pool) -> None:
 
 async def test_frames_and_end_in_one_call(pool: Pool) -> None:
     one, two = await pool.adopt(owner="o1"), await pool.adopt(owner="o2")
-    appends = [Append(o.job.id, o.owner, 0, 1, [b"a", b"b"]) for o in (one, two)]
+    appends = [append_of(o.job.id, o.owner, 0, 1, [b"a", b"b"]) for o in (one, two)]
     verdicts, ended = await pool.transitions.write(appends, [_finish(one, 3), _finish(two, 4)])
     assert verdicts == [Verdict("ok", 2)] * 2
     assert ended == [Verdict("ok"), Verdict("gap", 2)]
@@ -739,14 +923,27 @@ async def test_a_job_can_be_handed_back_again_and_again(pool: Pool) -> None:
         adopted = again
 
 
+async def test_a_job_handed_back_unbegun_has_no_line_of_it_in_its_history(pool: Pool) -> None:
+    adopted = await pool.adopt()
+    assert await pool.transitions.hand_back(adopted)
+    (claimed,) = await pool.claim()
+    again = await pool.transitions.adopt(claimed, "o2", "w2")
+    assert isinstance(again, Adopted)
+    assert await pool.transitions.hand_back(again, begun=False)
+    history: Any = await pool.redis.hget(pool.keys.job(adopted.job.id), "history")
+    assert [line.split()[1] for line in history.splitlines()] == [b"w1"]
+
+
 async def test_a_job_handed_back_with_blame_gets_a_strike(pool: Pool) -> None:
     adopted = await pool.adopt()
+    for strikes in (1, 2):
+        assert await pool.transitions.hand_back(adopted, blame=True)
+        (claimed,) = await pool.claim()
+        again = await pool.transitions.adopt(claimed, f"o{strikes}", "w1")
+        assert isinstance(again, Adopted)
+        assert (again.attempts, again.strikes) == (1 + strikes, strikes)
+        adopted = again
     assert await pool.transitions.hand_back(adopted, blame=True)
-    (claimed,) = await pool.claim()
-    second = await pool.transitions.adopt(claimed, "o2", "w1")
-    assert isinstance(second, Adopted)
-    assert (second.attempts, second.strikes) == (2, 1)
-    assert await pool.transitions.hand_back(second, blame=True)
     (claimed,) = await pool.claim()
     assert await pool.transitions.adopt(claimed, "o3", "w1") == "poisoned"
     assert await pool.depth() == 0
@@ -838,7 +1035,7 @@ async def test_a_server_that_forgot_its_scripts_is_taught_again(pool: Pool) -> N
     adopted = await pool.transitions.adopt(claimed, "o1", "w1")
     assert isinstance(adopted, Adopted)
     await pool.redis.script_flush()
-    append = Append(job.id, "o1", 0, 1, [b"a"])
+    append = append_of(job.id, "o1", 0, 1, [b"a"])
     verdicts, ended = await pool.transitions.write([append], [_finish(adopted, 2)])
     assert (verdicts, ended) == ([Verdict("ok", 1)], [Verdict("ok")])
     assert await pool.log(job) == [b"a", END]
@@ -855,7 +1052,7 @@ async def test_one_unknown_script_of_two_in_a_pipeline(pool: Pool, known: str) -
         await pool.publish(other, 1, BODY)
     else:
         await pool.finish(other, 1)
-    append = Append(adopted.job.id, "o1", 0, 1, [b"a"])
+    append = append_of(adopted.job.id, "o1", 0, 1, [b"a"])
     verdicts, ended = await pool.transitions.write([append], [_finish(adopted, 2)])
     assert (verdicts, ended) == ([Verdict("ok", 1)], [Verdict("ok")])
     assert await pool.log(adopted.job) == [b"a", END]

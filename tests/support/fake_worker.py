@@ -12,11 +12,12 @@ from pydantic import SecretStr
 from shared import protocol
 from shared.connection import connect
 from shared.keys import LANES, Keys, tag
-from shared.outcomes import Adopted, Append, Finish, Verdict
+from shared.outcomes import Adopted, Finish, Verdict
 from shared.protocol import End, Frame, Head, Item, ModelRecord, Usage, WorkerRecord
 from shared.registry import Registry
 from shared.settings import RedisSettings
 from shared.transitions import Transitions
+from tests.support.appends import append_of
 
 SSE = "text/event-stream; charset=utf-8"
 DONE = (b"data: [DONE]\n\n",)
@@ -34,7 +35,7 @@ class Running:
     async def frame(self, *frames: Frame) -> Verdict:
         """Publish frames as one batch."""
         bodies = [protocol.encode(one) for one in frames]
-        append = Append(self.job.id, self.adopted.owner, self.adopted.base, self.seq + 1, bodies)
+        append = append_of(self.job.id, self.adopted.owner, self.adopted.base, self.seq + 1, bodies)
         (verdict,), _ = await self.worker.transitions.write([append], [])
         if verdict.word in ("ok", "cancelled", "expired"):
             self.seq += len(frames)

@@ -24,6 +24,7 @@ class ScriptedEngine:
         """Set to let `start()` end."""
         self.loaded.set()
         self.start_error: Exception | None = None
+        self.adapter_error: Exception | None = None
         self.now = Load(0, 0, 0.0)
         self.steps = 0
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -53,6 +54,14 @@ class ScriptedEngine:
 
     async def wait_failed(self) -> str:
         return await asyncio.shield(self.failure)
+
+    async def load_adapter(self, name: str, source: str) -> None:
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        self.models = [*self.models, Model(name, 4096, self.models[0].name)]
+
+    async def unload_adapter(self, name: str) -> None:
+        self.models = [model for model in self.models if model.name != name]
 
     async def abort(self, job_id: str) -> None:
         self.aborted.append(job_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -36,6 +36,7 @@ class Queue(Transitions):
         self.limits: list[dict[str, int]] = []
         self.waits: list[tuple[str, ...]] = []
         self.returned: list[bool] = []
+        self.turns: list[tuple[int, float]] = []
         self.created = 0
         self.handed_back: list[str] = []
         self.cancelled: list[str] = []
@@ -70,31 +71,46 @@ class Queue(Transitions):
         self.created += 1
 
     async def claim(
-        self, job_tag: str, limits: dict[str, int], worker: str, *, returned: bool = True
+        self,
+        job_tag: str,
+        limits: dict[str, int],
+        worker: str,
+        *,
+        returned: bool = True,
+        batch_turn: int = 0,
+        batch_max_wait_s: float = 0,
     ) -> list[Claimed]:
         await asyncio.sleep(0)
+        self.turns.append((batch_turn, batch_max_wait_s))
         self.limits.append(limits)
         self.returned.append(returned)
+        claimed = self._claimed(limits, returned)
+        self._fail("claim")
+        return claimed
+
+    def _claimed(self, limits: dict[str, int], returned: bool) -> list[Claimed]:
         claimed: list[Claimed] = []
         for lane, limit in limits.items():
             while returned and self.back and len(claimed) < limit:
                 claimed.append(self._take(lane, self.back.pop(0), True))
             while self.lanes[lane] and len(claimed) < limit:
                 claimed.append(self._take(lane, self.lanes[lane].pop(0)))
-        self._fail("claim")
         return claimed
 
     async def wait_claim(
         self,
         blocking: Redis | Clients,
         job_tag: str,
-        lanes: Sequence[str],
+        limits: dict[str, int],
         worker: str,
         block_s: float,
         *,
         returned: bool = True,
+        batch_turn: int = 0,
+        batch_max_wait_s: float = 0,
     ) -> list[Claimed]:
-        self.waits.append(tuple(lanes))
+        lanes = tuple(lane for lane in limits if limits[lane])
+        self.waits.append(lanes)
         self._fail("wait_claim")
         while not any(self.lanes[lane] for lane in lanes):
             self.news.clear()
@@ -106,7 +122,9 @@ class Queue(Transitions):
             if self.unblocked.is_set() or not self.news.is_set():
                 self.unblocked.clear()
                 return []
-        return [self._take(lane, self.lanes[lane].pop(0)) for lane in lanes if self.lanes[lane]]
+        self.turns.append((batch_turn, batch_max_wait_s))
+        self.limits.append(limits)
+        return self._claimed(limits, returned)
 
     async def pending(
         self, job_tag: str, *, worker: str | None = None, idle_s: float = 0
@@ -130,7 +148,8 @@ class Queue(Transitions):
         strikes = self.strikes.get(job.id, 0)
         return Adopted(job, claimed, owner, 1, 0, 60, 0.01, strikes)
 
-    async def hand_back(self, adopted: Adopted, *, blame: bool = False) -> bool:
+    async def hand_back(self, adopted: Adopted, *, blame: bool = False, begun: bool = True) -> bool:
+        assert not begun
         del self.held[adopted.claimed.entry]
         self.handed_back.append(adopted.job.id)
         self.back.append(adopted.job)
@@ -350,17 +369,47 @@ async def test_an_idle_engine_gets_work_whatever_its_load_says() -> None:
         await bench.begun(1)
 
 
-async def test_what_a_wait_brings_beyond_the_seats_goes_back() -> None:
-    """A wait over two lanes may bring one entry of each."""
-    bench = Bench(seats=1)
+async def test_batch_has_every_other_turn_where_it_has_waited_too_long() -> None:
+    bench = Bench(seats=3, interactive_reserve=0, batch_max_wait_s=7)
+    bench.queue.put(*jobs(3))
     async with claiming(bench):
-        await bench.until(lambda: bench.queue.waits)
-        chat, batch = make_job(), make_job(lane="batch")
-        bench.queue.put(chat, batch)
-        await bench.begun(1)
-        await bench.until(lambda: bench.queue.handed_back)
-        assert bench.ids == [chat.id]
-        assert bench.queue.handed_back == [batch.id]
+        await bench.begun(3)
+        for ended in range(4):
+            bench.queue.put(*jobs(1))
+            await bench.end(bench.started[ended])
+            await bench.begun(4 + ended)
+        single = [
+            turn
+            for turn, limits in zip(bench.queue.turns, bench.queue.limits, strict=True)
+            if limits["batch"] == 1
+        ]
+    assert single == [(1, 7), (0, 7)] * 2
+    assert bench.queue.turns[0] == (1, 7)
+
+
+async def test_batch_that_waited_too_long_has_turns_beside_the_reserve_in_a_full_engine() -> None:
+    bench = Bench(seats=4, interactive_reserve=0.25, batch_max_wait_s=7)
+    bench.queue.put(*jobs(4))
+    async with claiming(bench):
+        await bench.begun(4)
+        for ended in range(2):
+            bench.queue.put(*jobs(1))
+            await bench.end(bench.started[ended])
+            await bench.begun(5 + ended)
+        assert {(1, 7), (0, 7)} <= set(bench.queue.turns[-3:])
+    for _ in range(3):
+        adopted = replace(bench.started[0].adopted, job=make_job(lane="batch"))
+        bench.running.add(Run(adopted, bench.engine, bench.publisher))
+    assert bench.running.sequences_of("batch") == 3
+    assert bench.claims._batch_room() <= 0
+
+
+async def test_batch_has_no_turns_of_its_own_without_a_longest_wait() -> None:
+    bench = Bench(seats=4, batch_max_wait_s=0)
+    bench.queue.put(*jobs(2))
+    async with claiming(bench):
+        await bench.begun(2)
+    assert {turn for turn, _ in bench.queue.turns} == {0}
 
 
 @pytest.mark.parametrize(
@@ -394,14 +443,24 @@ async def test_each_adoption_has_an_owner_of_its_own() -> None:
     assert all(len(owner) >= 16 for owner in bench.queue.owners)
 
 
-# One suspect at a time
+# Suspects
 
 
-async def test_one_suspect_runs_at_a_time() -> None:
+async def test_suspects_of_one_strike_run_together() -> None:
+    bench = Bench(seats=4)
+    suspects = jobs(3)
+    bench.queue.strikes = {job.id: 1 for job in suspects}
+    bench.queue.put(*suspects)
+    async with claiming(bench):
+        await bench.begun(3)
+    assert bench.queue.handed_back == []
+
+
+async def test_a_suspect_of_two_strikes_runs_alone() -> None:
     bench = Bench(seats=4)
     suspects = jobs(2)
     for job in suspects:
-        bench.queue.strikes[job.id] = 1
+        bench.queue.strikes[job.id] = 2
     bench.queue.put(*suspects)
     async with claiming(bench):
         await bench.begun(1)

@@ -16,12 +16,13 @@ from pydantic_settings import BaseSettings
 from starlette.routing import Route
 
 import gateway.errors  # noqa: F401  (its errors belong to the tree)
+from gateway import limits
 from gateway.app import create_app
 from gateway.endpoints import ENDPOINTS
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from shared import protocol
-from shared.errors import HeadraceError
+from shared.errors import HeadraceError, tree
 from shared.keys import Keys
 from shared.settings import RedisSettings
 from worker.engine.simulated import SimulatedSettings
@@ -164,17 +165,24 @@ def test_records_are_documented(record: str) -> None:
 # The HTTP side
 
 
-def _tree(root: type[HeadraceError]) -> list[type[HeadraceError]]:
-    return [root, *(c for child in root.__subclasses__() for c in _tree(child))]
-
-
 def test_errors_are_documented_with_status_and_advice() -> None:
-    ours = [c for c in _tree(HeadraceError) if c.__module__.split(".")[0] in ("shared", "gateway")]
+    ours = [c for c in tree(HeadraceError) if c.__module__.split(".")[0] in ("shared", "gateway")]
     rows = _section("Errors", "api.md")
     documented = {code: (cells[1], cells[2]) for code, cells in rows.items()}
     assert documented == {
         kind.code: (str(kind.status), "yes" if kind.retryable else "") for kind in ours
     }
+
+
+def test_the_table_of_limits_is_the_gateways() -> None:
+    documented: dict[str, tuple[set[str], str]] = {}
+    for bound, cells in _section("Limits", "api.md").items():
+        default = cells[2].replace(",", "").replace("256 KiB", "262144").split()[0]
+        documented[bound.lower()] = (set(re.findall(r"`(\w+)`", cells[1])), default)
+    for setting, _, names in limits.BOUNDS:
+        assert set(names.split()) <= documented[setting][0], setting
+    defaults = {name: str(GatewaySettings.model_fields[name].default) for name in documented}
+    assert {name: default for name, (_, default) in documented.items()} == defaults
 
 
 def test_the_table_of_endpoints_is_the_gateways() -> None:

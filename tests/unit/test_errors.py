@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import BY_CODE, EngineFailed, HeadraceError, InvalidJSON, QueueFull
+from shared.errors import BY_CODE, EngineFailed, HeadraceError, InvalidJSON, QueueFull, tree
 
 CODES = {
     "internal_error": 500,
@@ -38,12 +38,8 @@ def test_codes_and_statuses_stay(code: str) -> None:
     assert BY_CODE[code].status == CODES[code]
 
 
-def _tree(root: type[HeadraceError]) -> list[type[HeadraceError]]:
-    return [root, *(c for child in root.__subclasses__() for c in _tree(child))]
-
-
 def test_no_two_errors_share_a_code() -> None:
-    classes = [c for c in _tree(HeadraceError) if c.__module__ == "shared.errors"]
+    classes = [c for c in tree(HeadraceError) if c.__module__ == "shared.errors"]
     assert len({c.code for c in classes}) == len(classes)
 
 

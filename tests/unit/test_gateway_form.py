@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from gateway import form
+from gateway.keyed import fingerprint_of
 from shared.errors import InvalidRequest
+from tests.wire.records import make_job
 
 
 def upload(fields: dict[str, str], content: bytes = b"RIFF\x00\xff") -> tuple[bytes, str]:
@@ -74,3 +76,23 @@ def test_bad_forms_are_refused_in_plain_words(name: str) -> None:
         form.decode(*BAD[name])
     assert caught.value.status == 400
     assert not any(word in caught.value.message for word in ("Traceback", "<class", "b'", "0x"))
+
+
+def _fingerprint(made: tuple[bytes, str], path: str = "/v1/audio/transcriptions") -> str:
+    sent, content_type = made
+    job = make_job(path=path, body=sent, content_type=content_type)
+    return fingerprint_of(job)
+
+
+def test_a_form_is_known_by_its_parts() -> None:
+    first, second = upload({"model": "m"}), upload({"model": "m"})
+    assert first != second
+    assert _fingerprint(first) == _fingerprint(second)
+    others = [
+        _fingerprint(upload({"model": "n"})),
+        _fingerprint(upload({"model": "m"}, b"RIFF\x00")),
+        _fingerprint(upload({"model": "m", "language": "en"})),
+        _fingerprint(upload({"language": "en", "model": "m"})),
+        _fingerprint(first, "/v1/audio/translations"),
+    ]
+    assert len({_fingerprint(first), *others}) == 1 + len(others)

@@ -10,6 +10,7 @@ from shared.errors import HeadraceError
 from shared.in_flight import Admission, Window
 
 COMES_AGAIN = {
+    "above_limit",
     "answer_gone",
     "answer_too_large",
     "body_too_large",

@@ -192,7 +192,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.last: Counter[bytes] = Counter()
-        self.bodies: dict[bytes, list[bytes]] = {}
+        self.messages: dict[bytes, list[bytes]] = {}
         self.calls = 0
 
     def reply(self, command: list[bytes]) -> bytes:
@@ -205,18 +205,19 @@ class FakeServer:
         return b"*%d\r\n" % len(verdicts) + b"".join(verdicts)
 
     def _append(self, key: bytes, args: Iterator[bytes]) -> bytes:
-        owner, base, channel, first, count = itertools.islice(args, 5)
-        assert (owner, base) == (b"owner", b"0")
+        owner, channel, first, count = itertools.islice(args, 4)
+        assert owner == b"owner"
         assert channel == key.replace(b":job:", b":ch:")
         assert int(first) == self.last[key] + 1
-        self.bodies.setdefault(key, []).extend(itertools.islice(args, int(count)))
+        self.messages.setdefault(key, []).extend(itertools.islice(args, int(count)))
         self.last[key] += int(count)
         return b"*2\r\n$2\r\nok\r\n:%d\r\n" % self.last[key]
 
     def answer(self, key: bytes) -> bytes:
         parts: list[bytes] = []
         prefix = suffix = b""
-        for frame in map(protocol.decode_frame, self.bodies[key]):
+        for message in self.messages[key]:
+            frame = protocol.decode_frame(protocol.open_message(message).body)
             prefix, suffix = frame.template or (prefix, suffix)
             for item in frame.items:
                 parts += (prefix, item, suffix) if isinstance(item, bytes) else item

@@ -50,6 +50,9 @@ def test_everything_that_one_script_touches_shares_a_hash_tag() -> None:
     job_id = new_job_id(job_tag)
     names = [KEYS.job(job_id), KEYS.log(job_id), KEYS.cancel(job_id), KEYS.channel(job_id)]
     names += [key(job_tag, lane) for lane in LANES for key in (KEYS.lane, KEYS.returned)]
+    names += [key(job_tag, lane) for lane in LANES for key in (KEYS.tenants, KEYS.bell)]
+    names += [KEYS.bell(job_tag, lane, returned=True) for lane in LANES]
+    names += [KEYS.tenant(job_tag, lane, "t") for lane in LANES]
     names.append(KEYS.control(job_tag, "w"))
     assert {_hash_tag(name) for name in names} == {job_tag}
     assert len(set(names)) == len(names)
@@ -60,6 +63,16 @@ def test_every_key_begins_with_the_prefix() -> None:
     names = [KEYS.job("0" * 32), KEYS.workers(), KEYS.lane("0" * 10, "batch"), KEYS.models()]
     assert all(name.startswith("p:") for name in names)
     assert KEYS.job("0" * 32) != Keys("q").job("0" * 32)
+
+
+def test_what_scripts_make_of_a_streams_name_are_the_keys() -> None:
+    """The scripts append to the streams that they are given."""
+    job_tag = tag("a", 0)
+    lane, returned = KEYS.lane(job_tag, "batch"), KEYS.returned(job_tag, "batch")
+    assert KEYS.tenants(job_tag, "batch") == lane + ":tenants"
+    assert KEYS.tenant(job_tag, "batch", "t") == lane + ":tenant:t"
+    assert KEYS.bell(job_tag, "batch") == lane + ":bell"
+    assert KEYS.bell(job_tag, "batch", returned=True) == returned + ":bell"
 
 
 def test_the_control_prefix_and_a_worker_make_its_channel() -> None:

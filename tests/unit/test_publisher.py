@@ -11,8 +11,9 @@ import pytest
 
 from shared.errors import QueueFull, QueueUnavailable
 from shared.outcomes import Adopted, Append, Claimed, Finish, Verdict
-from shared.protocol import End, Frame, Head, Usage, decode_frame, encode
+from shared.protocol import End, Frame, Head, Usage, decode_frame, encode, open_message
 from shared.transitions import Transitions
+from tests.support.appends import append_of
 from tests.wire.records import TAG, make_job
 from worker.outbox import OUTBOX_BYTES, PART_BYTES, Outbox
 from worker.publisher import Publisher
@@ -67,7 +68,8 @@ class Server(Transitions):
         last = self.last(append.job_id)
         if append.first > last + 1:
             return Verdict("gap", last)
-        self.logs[append.job_id] += append.bodies[last + 1 - append.first :]
+        messages = append.messages[last + 1 - append.first :]
+        self.logs[append.job_id] += [open_message(message).body for message in messages]
         return Verdict(word, self.last(append.job_id))
 
     def _finish(self, finish: Finish) -> Verdict:
@@ -530,8 +532,8 @@ async def test_advanced_says_whether_a_client_may_have_seen_something(
 
 async def test_frames_that_the_test_server_takes_are_real(server: Server) -> None:
     """The double behaves as the scripts do where they were tried."""
-    append = Append("j", "o", 0, 1, [encode(Frame([b"a"]))])
+    append = append_of("j", "o", 0, 1, [encode(Frame([b"a"]))])
     assert (await server.write([append], []))[0] == [Verdict("ok", 1)]
     assert (await server.write([append], []))[0] == [Verdict("ok", 1)]
-    gap = Append("j", "o", 0, 3, [b""])
+    gap = append_of("j", "o", 0, 3, [b""])
     assert (await server.write([gap], []))[0] == [Verdict("gap", 1)]

@@ -423,6 +423,37 @@ async def test_a_drain_does_not_cut_an_answer_that_is_whole(bench: Bench) -> Non
     assert bench.answer(run) == body
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        b"data: [DONE]\n\n",
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
+    ],
+)
+async def test_a_client_that_leaves_with_the_last_event_has_cancelled_nothing(
+    bench: Bench, last: bytes
+) -> None:
+    said = asyncio.Event()
+
+    async def answer(call: Call, given: bytes, receive: Receive, send: Send) -> None:
+        await start(send, "text/event-stream")
+        await part(send, event("1"))
+        await part(send, last)
+        said.set()
+        await gone(receive)
+        await part(send, b"", more=False)
+
+    run = bench.make(answer)
+    settling = asyncio.create_task(bench.settle(run))
+    await said.wait()
+    run.stop("cancelled")
+    end = await settling
+    assert end is not None
+    assert end.outcome == "completed"
+    assert bench.answer(run) == event("1") + last
+
+
 async def test_a_stop_after_the_end_was_said_is_too_late(bench: Bench) -> None:
     body = bytes(3 * PART_BYTES) + b"end"
     bench.server.gate.clear()

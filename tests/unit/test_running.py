@@ -10,7 +10,7 @@ from tests.unit.engines import ScriptedEngine
 from tests.unit.test_publisher import Server, make_adopted
 from worker.publisher import Publisher
 from worker.run import Run
-from worker.running import Running
+from worker.running import SUSPECTS, Running
 
 
 def make_run(strikes: int = 0, **changes: Any) -> Run:
@@ -58,6 +58,28 @@ async def test_a_suspect_is_one_until_it_has_got_further() -> None:
     assert running.suspect
     running.free(other)
     assert not running.suspect
+
+
+async def test_suspects_of_one_strike_run_together_and_others_alone() -> None:
+    running = Running()
+    running.add(make_run())
+    first = make_run(strikes=1)
+    running.add(first)
+    assert running.takes_suspect()
+    assert not running.takes_suspect(2)
+    for _ in range(SUSPECTS - 1):
+        assert running.takes_suspect()
+        running.add(make_run(strikes=1))
+    assert not running.takes_suspect()
+    await first.outbox.put(b"x")
+    first.outbox.seal()
+    assert running.takes_suspect()
+
+
+async def test_beside_a_suspect_of_two_strikes_runs_no_other() -> None:
+    running = Running()
+    running.add(make_run(strikes=2))
+    assert not running.takes_suspect()
 
 
 async def test_waiting_for_the_last_job() -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from shared.keys import new_job_id, tag
-from shared.protocol import End, Frame, Head, Job, KeyRecord, ModelRecord, Usage, WorkerRecord
+from shared.protocol import (
+    AdapterRecord,
+    End,
+    Frame,
+    Head,
+    Job,
+    KeyRecord,
+    ModelRecord,
+    Usage,
+    WorkerRecord,
+)
 
 POOL = "test-model"
 TAG = tag(POOL, 0)
@@ -64,6 +74,7 @@ EXAMPLES: dict[str, Any] = {
     "model": ModelRecord(
         name="adapter", pool="m", shards=1, max_model_len=4096, parent="m", created=1_700_000_000
     ),
+    "adapter": AdapterRecord(name="ours", source="/adapters/ours", asked_ms=1_700_000_000_000),
     "key": KeyRecord(
         id="0123456789ab",
         name="n",

@@ -18,6 +18,7 @@ REQUIRED = {
     "usage": set(),
     "worker": {"id", "pool", "models", "state", "seats"},
     "model": {"name", "pool"},
+    "adapter": {"name", "source"},
     "key": {"id", "tenant"},
 }
 

@@ -27,6 +27,10 @@ class EngineStartError(Exception):
     """The engine could not be started; the message says why and what to change."""
 
 
+class AdapterError(Exception):
+    """An adapter can't be loaded or unloaded; the message says why."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A model name that the engine answers to."""
@@ -117,6 +121,12 @@ class Engine(Protocol):
 
     async def wait_failed(self) -> str:
         """Return the reason, once the engine has failed for good. Waits otherwise."""
+
+    async def load_adapter(self, name: str, source: str) -> None:
+        """Answer to `name` with an adapter, too: it is in `models` then. Raises `AdapterError`."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Answer to it no more; what runs goes on. Raises `AdapterError`."""
 
     async def abort(self, job_id: str) -> None:
         """End what the engine still runs for a job: the fallback when a disconnect wasn't heard."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from worker.engine.interface import App, EngineStartError, Load, Model
+from worker.engine.interface import AdapterError, App, EngineStartError, Load, Model
 from worker.engine.simulated_app import SimulatedApp
 from worker.engine.simulated_batch import Batch
 from worker.engine.simulated_endpoints import Endpoints, Limits
@@ -44,6 +45,8 @@ class SimulatedSettings(BaseSettings):
     load_s: float = Field(0.0, ge=0)
     """How long the start takes."""
     embedding_size: int = Field(64, ge=1)
+    lora: bool = True
+    """Whether it takes adapters: files, or directories, that are there. They change nothing."""
     answer_tokens: int | None = Field(None, ge=1)
     """Answers end by themselves after so many tokens; unset, they run into their limit."""
     faults: bool = False
@@ -85,9 +88,8 @@ class SimulatedEngine:
             prefill_s_per_token=settings.prefill_ms_per_1k_tokens / 1_000_000,
             on_death=self._fail,
         )
-        self.models: Sequence[Model] = [
-            Model(name, settings.max_model_len) for name in settings.models
-        ]
+        self._served = [Model(name, settings.max_model_len) for name in settings.models]
+        self.models: Sequence[Model] = self._served
         self.seats = settings.seats
         self.version = "simulated 1"
         limits = Limits(
@@ -132,6 +134,16 @@ class SimulatedEngine:
     async def wait_failed(self) -> str:
         await self._failure.wait()
         return self._reason
+
+    async def load_adapter(self, name: str, source: str) -> None:
+        if not self._settings.lora:
+            raise AdapterError("HEADRACE_SIMULATED_LORA is off")
+        if not await asyncio.to_thread(Path(source).exists):
+            raise AdapterError(f"there is no adapter at {source}")
+        self._served.append(Model(name, self._settings.max_model_len, self.models[0].name))
+
+    async def unload_adapter(self, name: str) -> None:
+        self._served[:] = [model for model in self._served if model.name != name]
 
     async def abort(self, job_id: str) -> None:
         self._batch.abort(job_id)

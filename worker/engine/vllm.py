@@ -22,7 +22,7 @@ from typing import Any
 from shared.logs import Log
 from worker.engine import vllm_build
 from worker.engine.asgi import ask
-from worker.engine.interface import App, EngineStartError, Load, Model, Receive, Send
+from worker.engine.interface import AdapterError, App, EngineStartError, Load, Model, Receive, Send
 from worker.engine.owner import OwnerThread
 from worker.engine.vllm_load import Gauge
 from worker.engine.vllm_proxy import EngineProxy
@@ -64,6 +64,7 @@ class VllmEngine:
         self._gauge = Gauge()
         self._owner: OwnerThread[tuple[Any, Any]] | None = None
         self._llm: Any = None
+        self._adapters: Any = None
         self._proxy: EngineProxy | None = None
         self._statistics: asyncio.Task[None] | None = None
         self._stopping = threading.Event()
@@ -109,6 +110,18 @@ class VllmEngine:
             await asyncio.Event().wait()
         return vllm_build.describe_failure(llm)
 
+    async def load_adapter(self, name: str, source: str) -> None:
+        """Answer to `name` with an adapter, too. Raises `AdapterError`."""
+        if self._llm.vllm_config.lora_config is None:
+            raise AdapterError("the worker was started without --enable-lora")
+        await vllm_build.load_adapter(self._adapters, name, source)
+        self.models = await list_models(self.app)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Answer to it no more; what runs goes on. Raises `AdapterError`."""
+        await vllm_build.unload_adapter(self._adapters, name)
+        self.models = await list_models(self.app)
+
     async def abort(self, job_id: str) -> None:
         """End what still runs for a job, and settle its usage; having nothing to do is fine."""
         if self._proxy is not None:
@@ -127,7 +140,7 @@ class VllmEngine:
             llm = await asyncio.shield(asyncio.to_thread(free, owner))
             if llm is not None:
                 vllm_build.close_sockets(llm)
-            self._llm = self._proxy = None
+            self._llm = self._proxy = self._adapters = None
             self.app = not_started
             gc.unfreeze()
             # What is left in cycles holds the weights' and the caches' memory.
@@ -162,6 +175,7 @@ class VllmEngine:
         )
         app = await vllm_build.create_app(self._proxy, parsed, tasks)
         self.models = await list_models(app)
+        self._adapters = vllm_build.adapters_of(app)
         try:
             async with asyncio.timeout(self._warm_up_timeout_s):
                 await warm_up(app, self.models[0].name, tasks)

@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from worker.engine import vllm_patches
-from worker.engine.interface import App, EngineStartError
+from worker.engine.interface import AdapterError, App, EngineStartError
 from worker.engine.plugin import MARK
 from worker.engine.vllm_load import Gauge
 from worker.engine.vllm_proxy import EngineProxy
@@ -279,6 +279,32 @@ async def create_app(proxy: EngineProxy, parsed: Namespace, tasks: Sequence[str]
         if hasattr(serving, "beam_search"):
             serving.beam_search = proxy.limited_beams(serving.beam_search)
     return app  # type: ignore[no-any-return]
+
+
+def adapters_of(app: Any) -> Any:
+    """Return the part of vLLM's application that keeps its names of models, adapters included."""
+    return app.state.openai_serving_models
+
+
+async def load_adapter(adapters: Any, name: str, source: str) -> None:
+    """Do what vLLM's `/v1/load_lora_adapter` does. Raises `AdapterError`."""
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+    request = LoadLoRAAdapterRequest(lora_name=name, lora_path=source)
+    check(await adapters.load_lora_adapter(request))
+
+
+async def unload_adapter(adapters: Any, name: str) -> None:
+    """Do what vLLM's `/v1/unload_lora_adapter` does. Raises `AdapterError`."""
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    check(await adapters.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name)))
+
+
+def check(answer: Any) -> None:
+    """Raise what vLLM says of an adapter, unless that is that it is done."""
+    if not isinstance(answer, str):
+        raise AdapterError(answer.error.message)
 
 
 def count_seats(llm: Any) -> int:
