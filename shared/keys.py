@@ -27,8 +27,8 @@ gateway finds a job's keys from its id alone. `{p}` is the setting `key_prefix`.
 | `{p}:{registry}:adapters:<pool>` | hash | adapter name → `AdapterRecord`, MessagePack | 7 days, renewed by the pool's workers | admin | worker |
 | `{p}:{<key>}:in_flight` | hash | job of an API key → when it was counted, ms | a day, renewed by admit | gateway | gateway |
 | `{p}:{<key>}:unsettled` | hash | job of an API key whose tokens are limited and that is not charged yet → when it was counted, ms | a day, renewed by admit | gateway | gateway |
-| `{p}:{<key>}:requests` | hash | second, Unix time → requests of an API key in it | 62 s, renewed | gateway | gateway |
-| `{p}:{<key>}:tokens` | hash | second, Unix time → tokens of the jobs that ended in it | 62 s, renewed | gateway | gateway |
+| `{p}:{<key>}:requests` | hash | second, Unix time → requests of an API key in it; `used last swept` | 62 s, renewed | gateway | gateway |
+| `{p}:{<key>}:tokens` | hash | the same, of tokens | 62 s, renewed | gateway | gateway |
 | `{p}:{registry}:keys` | hash | id of an API key → `KeyRecord`, MessagePack | none | admin | gateway |
 """
 

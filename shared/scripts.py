@@ -24,6 +24,8 @@ _PARTS = {
     "cancel": ("end_job",),
     "finish": ("end_job",),
     "leave": ("end_job",),
+    "admit": ("window",),
+    "settle": ("window",),
     "peek": ("without_body",),
     "peek_dead": ("without_body",),
 }

@@ -9,8 +9,5 @@ for at = 2, #ARGV, 2 do
   local tokens = tonumber(ARGV[at + 1])
   if tokens >= 0 and redis.call('HDEL', KEYS[2], ARGV[at]) == 1 then charged = charged + tokens end
 end
-if charged > 0 then
-  redis.call('HINCRBY', KEYS[3], redis.call('TIME')[1], charged)
-  redis.call('PEXPIRE', KEYS[3], ARGV[1])
-end
+if charged > 0 then count(KEYS[3], charged, ARGV[1]) end
 return charged
