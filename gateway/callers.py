@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
-from gateway.body import Fields
 from gateway.errors import Forbidden, InvalidApiKey, Overloaded, TokensAboveLimit
 from gateway.settings import GatewaySettings
 from shared import apikeys
@@ -22,6 +22,9 @@ from shared.errors import HeadraceError, QueueUnavailable
 from shared.keys import LANES
 from shared.logs import Log
 from shared.protocol import KeyRecord
+
+if TYPE_CHECKING:
+    from gateway.body import Fields
 
 log = Log("gateway")
 

@@ -65,6 +65,8 @@ class Inspector:
         """Return lane stream → entries, and pending ones among them."""
         found = {}
         for name in await self.keys("*:lane:*"):
+            if await self.redis.type(name) != b"stream":
+                continue
             pending = await self.redis.xpending(name, GROUP)
             found[name] = (await self.redis.xlen(name), pending["pending"])
         return found
