@@ -66,13 +66,6 @@ class Console:
             self._stream.flush()
         except OSError:
             self._closed = True
-            self._drop_buffered()
-
-    def _drop_buffered(self) -> None:
-        """Let what nobody reads go nowhere: else the interpreter fails on it as it ends."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
 
     def abandoned(self) -> bool:
         """Tell whether nobody reads any more: the terminal or the pipe's other end is gone."""

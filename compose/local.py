@@ -234,7 +234,20 @@ def main() -> None:
     if with_parent:
         die_with_parent(signal.SIGTERM, os.getppid())
     with alone(options.state):
-        sys.exit(asyncio.run(run(options)))
+        code = asyncio.run(run(options))
+    _drop_unread()
+    sys.exit(code)
+
+
+def _drop_unread() -> None:
+    """Let what nobody reads go nowhere: the interpreter would fail on it as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 if __name__ == "__main__":

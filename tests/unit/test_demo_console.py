@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pty
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,22 +79,3 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
     assert not colour_wanted(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
     assert not colour_wanted(Terminal())
-
-
-def test_what_nobody_reads_fails_nothing_at_the_end() -> None:
-    script = (
-        "import os, sys\n"
-        "from compose.console import Console\n"
-        "sys.stdin.read()\n"
-        "console = Console(sys.stdout, colour=False)\n"
-        "console.say('nobody reads this')\n"
-        "assert console.abandoned()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdout.close()
-    process.stdin.close()
-    assert process.wait(timeout=30) == 0
