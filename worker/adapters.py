@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from shared.adapters import MOST_ADAPTERS, AdapterStore
 from shared.errors import QueueUnavailable
@@ -16,8 +17,8 @@ from worker.waiting import first
 
 log = Log("adapters")
 
-LOAD_S = 300.0
-"""Longest load of one adapter."""
+CHANGE_S = 300.0
+"""Longest load or unload of one adapter."""
 _LONGEST_REASON = 300
 """Characters that the pool is told."""
 
@@ -86,28 +87,41 @@ class Adapters:
             return ""
         if any(model.name == wish.name for model in self._engine.models):
             return "the worker was started with a model of this name"
-        try:
-            async with asyncio.timeout(LOAD_S):
-                await self._engine.load_adapter(wish.name, wish.source)
-        except TimeoutError:
-            reason = f"not loaded within {LOAD_S:.0f} s"
-        except AdapterError as error:
-            reason = str(error)
-        except Exception as error:  # Whatever the engine makes of it, the worker goes on.
-            reason = f"{type(error).__name__}: {error}"
+        reason = await _failure(self._engine.load_adapter(wish.name, wish.source))
+        if reason:
+            log.error("adapter.not_loaded", adapter=wish.name, source=wish.source, reason=reason)
         else:
             self._loaded[wish.name] = wish.source
             log.info("adapter.loaded", adapter=wish.name, source=wish.source)
-            return ""
-        log.error("adapter.not_loaded", adapter=wish.name, source=wish.source, reason=reason)
-        return reason[:_LONGEST_REASON] or "unknown"
+        return reason
 
     async def _unload(self, name: str) -> None:
-        try:
-            await self._engine.unload_adapter(name)
-        except AdapterError as error:  # It isn't there.
-            log.warning("adapter.not_unloaded", adapter=name, reason=str(error))
+        reason = await _failure(self._engine.unload_adapter(name))
+        if reason:
+            log.warning("adapter.not_unloaded", adapter=name, reason=reason)
+            if any(model.name == name for model in self._engine.models):
+                return  # The next look tries again.
+        else:
+            log.info("adapter.unloaded", adapter=name)
         del self._loaded[name]
         self._presence.adapters.pop(name, None)
         self._presence.beat_now()
-        log.info("adapter.unloaded", adapter=name)
+
+
+async def _failure(change: Awaitable[None]) -> str:
+    """Wait for an engine's change; return why it failed, empty if it didn't.
+
+    Whatever the engine makes of it, the worker goes on.
+    """
+    try:
+        async with asyncio.timeout(CHANGE_S):
+            await change
+    except TimeoutError:
+        return f"not done within {CHANGE_S:.0f} s"
+    except AdapterError as error:
+        reason = str(error)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return ""
+    return reason[:_LONGEST_REASON] or "unknown"

@@ -61,6 +61,8 @@ class ScriptedEngine:
         self.models = [*self.models, Model(name, 4096, self.models[0].name)]
 
     async def unload_adapter(self, name: str) -> None:
+        if self.adapter_error is not None:
+            raise self.adapter_error
         self.models = [model for model in self.models if model.name != name]
 
     async def abort(self, job_id: str) -> None:
