@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 HOME = Path(__file__).parents[1] / ".headrace/peers"
@@ -19,6 +20,12 @@ PACKAGES = {
 }
 """From PyPI, by the name of the program."""
 _READY = "ready"
+
+
+def programs(names: Iterable[str]) -> dict[str, str]:
+    """Return the programs of those peers that are there, or can be installed."""
+    found = {name: program(name) for name in names}
+    return {name: path for name, path in found.items() if path}
 
 
 def program(name: str) -> str | None:

@@ -31,8 +31,7 @@ _PATIENCE_S = 12.0
 async def run(options: Options) -> Part:
     layout = Layout.relay_apart()
     part = Part("disconnect", f"{_CLIENTS} clients of each kind leave, one by one")
-    programs = {name: environments.program(name) for name in _PEERS}
-    found = {name: program for name, program in programs.items() if program}
+    found = environments.programs(_PEERS)
     seen: dict[tuple[str, str], list[list[float]]] = {}
     for _ in range(options.rounds(3)):
         for name in (HEADRACE, *found):

@@ -20,8 +20,7 @@ _REST_S = 2.0
 async def run(options: Options) -> Part:
     layout = Layout.relay_apart()
     part = Part("idle", f"{_STREAMS:,} streams that had one token, and no other")
-    programs = {name: environments.program(name) for name in _PEERS}
-    found = {name: program for name, program in programs.items() if program}
+    found = environments.programs(_PEERS)
     whole: dict[str, list[float]] = {}
     each: dict[str, list[float]] = {}
     for _ in range(options.rounds(3)):

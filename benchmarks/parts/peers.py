@@ -55,8 +55,7 @@ async def run(options: Options) -> Part:
     part = Part(
         "peers", f"Relays: {STREAMS} streams at {STEP_MS:g} ms a token, in step; paced clients"
     )
-    programs = {name: environments.program(name) for name in RELAYS}
-    found = {name: program for name, program in programs.items() if program}
+    found = environments.programs(RELAYS)
     names = (DIRECT, HEADRACE, *found)
     seen = {name: Seen() for name in names}
     for turn in range(1, 1 + options.rounds(3)):

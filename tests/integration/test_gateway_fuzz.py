@@ -18,7 +18,7 @@ import pytest
 from gateway.endpoints import ENDPOINTS
 from tests.faults.aftermath import Inspector
 from tests.support import sse
-from tests.support.processes import Pool
+from tests.support.processes import Pool, brief_pool
 from tests.support.valkey import ValkeyServer
 from tests.unit.test_gateway_form import upload
 
@@ -161,11 +161,7 @@ def _spoil(dice: random.Random, body: bytearray) -> None:
 
 @pytest.fixture
 async def pool(own_valkey: ValkeyServer) -> AsyncIterator[Pool]:
-    async with Pool(
-        own_valkey.url,
-        worker={"default_max_tokens": 4, "max_tokens_ceiling": 16},
-        simulated={"model": MODEL, "faults": False},
-    ) as started:
+    async with brief_pool(own_valkey.url, MODEL) as started:
         yield started
 
 

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support import sse
-from tests.support.processes import Pool
+from tests.support.processes import Pool, brief_pool
 from tests.support.valkey import ValkeyServer
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "6"))
@@ -63,11 +63,7 @@ CHECKED = [
 
 @pytest.fixture
 async def pool(own_valkey: ValkeyServer) -> AsyncIterator[Pool]:
-    async with Pool(
-        own_valkey.url,
-        worker={"default_max_tokens": 4, "max_tokens_ceiling": 16},
-        simulated={"model": MODEL, "faults": False},
-    ) as started:
+    async with brief_pool(own_valkey.url, MODEL) as started:
         yield started
 
 

@@ -358,3 +358,12 @@ def _session_members(session: int) -> list[int]:
         if int(sid) == session and state not in ("Z", "X"):
             members.append(int(entry.name))
     return members
+
+
+def brief_pool(redis_url: str, model: str) -> Pool:
+    """Return one whose answers are brief whatever is asked: for requests that are made up."""
+    return Pool(
+        redis_url,
+        worker={"default_max_tokens": 4, "max_tokens_ceiling": 16},
+        simulated={"model": model, "faults": False},
+    )

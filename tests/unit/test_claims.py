@@ -217,6 +217,15 @@ class Bench:
         self.running.remove(run)
         await self.claims.unblock()
 
+    async def replaced(self, count: int) -> None:
+        """Fill the engine; then end so many jobs one by one, each as another comes."""
+        seats = self.engine.seats
+        await self.begun(seats)
+        for ended in range(count):
+            self.queue.put(*jobs(1))
+            await self.end(self.started[ended])
+            await self.begun(seats + 1 + ended)
+
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(5):
             while not condition():  # noqa: ASYNC110
@@ -373,11 +382,7 @@ async def test_batch_has_every_other_turn_where_it_has_waited_too_long() -> None
     bench = Bench(seats=3, interactive_reserve=0, batch_max_wait_s=7)
     bench.queue.put(*jobs(3))
     async with claiming(bench):
-        await bench.begun(3)
-        for ended in range(4):
-            bench.queue.put(*jobs(1))
-            await bench.end(bench.started[ended])
-            await bench.begun(4 + ended)
+        await bench.replaced(4)
         single = [
             turn
             for turn, limits in zip(bench.queue.turns, bench.queue.limits, strict=True)
@@ -391,11 +396,7 @@ async def test_batch_that_waited_too_long_has_turns_beside_the_reserve_in_a_full
     bench = Bench(seats=4, interactive_reserve=0.25, batch_max_wait_s=7)
     bench.queue.put(*jobs(4))
     async with claiming(bench):
-        await bench.begun(4)
-        for ended in range(2):
-            bench.queue.put(*jobs(1))
-            await bench.end(bench.started[ended])
-            await bench.begun(5 + ended)
+        await bench.replaced(2)
         assert {(1, 7), (0, 7)} <= set(bench.queue.turns[-3:])
     for _ in range(3):
         adopted = replace(bench.started[0].adopted, job=make_job(lane="batch"))
